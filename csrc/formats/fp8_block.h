@@ -1,0 +1,109 @@
+// fp8_block: DeepSeek's block FP8. e4m3 [E, R, C]; scale f32 or bf16 [E, ceil(R/128), ceil(C/128)], any strides.
+// weight = e4m3(code) * scale of its 128x128 block; 0x7F and 0xFF are NaN.
+//
+// A code becomes bf16 bits of value * 2^-120 with a shift and a mask (V::e4m3_to_bf16), subnormals included, and those are half of
+// a float32. Activations of each 128 columns are held times 2^(120-e), amax in [2^e, 2^(e+1)): products come out as
+// value * x * 2^-e, which no finite input can push out of float32's range, and a block's sum is multiplied by scale * 2^e.
+// Error: float32 products and sums. A NaN code would read as 480: the largest code of a row is kept instead of testing each.
+#pragma once
+
+namespace cpu_moe::CPU_MOE_TIER {
+
+struct Fp8BlockKernel {
+  static constexpr int kBlock = 128;
+  static constexpr int kStep = V::kBytes;             // weights, a byte each
+  static constexpr int kSteps = kBlock / kStep;       // per block
+
+  static int64_t blocks(int64_t cols) { return (cols + kBlock - 1) / kBlock; }
+  static int64_t scale_offset(int64_t cols) { return blocks(cols) * kBlock * 4; }
+  static int64_t plane_bytes(int64_t cols) {
+    return round_up(kPlaneHeaderBytes + scale_offset(cols) + blocks(cols) * 4, 64);
+  }
+  // Even bytes of 16-bit lanes, even 32-bit halves first: element 4i, 4i + 2, 4i + 1, 4i + 3.
+  static constexpr int position(int c) { return ((c % 4 == 1) ? 2 : (c % 4 == 2) ? 1 : c % 4) * V::kLanes + c / 4; }
+
+  static int prepare(const float* x, int64_t cols, Precision, uint8_t* out) {
+    if (!all_finite(x, cols)) return write_raw_plane(x, cols, out);
+    const PlaneHeader h;
+    std::memcpy(out, &h, sizeof h);
+    float* values = reinterpret_cast<float*>(body(out));
+    float* scales = reinterpret_cast<float*>(body(out) + scale_offset(cols));
+    for (int64_t b = 0; b < blocks(cols); ++b) {
+      const int64_t first = b * kBlock;
+      const int n = static_cast<int>(std::min<int64_t>(kBlock, cols - first));
+      uint32_t amax = 0;
+      for (int i = 0; i < n; ++i) amax = std::max(amax, std::bit_cast<uint32_t>(x[first + i]) & 0x7FFFFFFF);
+      const int e = amax == 0 ? 0 : amax >> 23 ? static_cast<int>(amax >> 23) - 127 : 31 - std::countl_zero(amax) - 149;
+      const int half = (120 - e) / 2;  // 2^(120-e) itself may be out of range
+      const float m1 = exp2_float(half), m2 = exp2_float(120 - e - half);
+      for (int i = 0; i < kBlock; ++i) {
+        values[first + i / kStep * kStep + position(i % kStep)] = i < n ? x[first + i] * m1 * m2 : 0.0f;
+      }
+      scales[b] = exp2_float(e);
+    }
+    return 1;
+  }
+
+  static CPU_MOE_INLINE float scale_at(const Weight& w, const uint8_t* row, int64_t block) {
+    const uint8_t* p = row + block * w.col_stride[1];
+    return w.dtype[1] == DType::kF32 ? read_unaligned<float>(p) : bf16_to_f32(read_unaligned<uint16_t>(p));
+  }
+
+  template <int N>
+  static void dot(const Weight& w, int64_t expert, int64_t row0, int64_t rows, const uint8_t* const* planes, float* out,
+                  int64_t out_stride, const Ahead& ahead) {
+    const int64_t whole = w.cols / kBlock;
+    const int rest = static_cast<int>(w.cols % kBlock);
+    const float* x[N];
+    const float* x_scale[N];
+    for (int n = 0; n < N; ++n) {
+      x[n] = reinterpret_cast<const float*>(body(planes[n]));
+      x_scale[n] = reinterpret_cast<const float*>(body(planes[n]) + scale_offset(w.cols));
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      const uint8_t* row = w.row(0, expert, row0 + r);
+      const uint8_t* scale_row = w.row(1, expert, (row0 + r) / kBlock);
+      const uint8_t* next = prefetch_base(w, 0, expert, row0, rows, r, ahead);
+      V::Bytes largest = V::zero_bytes();
+      V::F32 sum[N];
+      for (int n = 0; n < N; ++n) sum[n] = V::zero();
+      for (int64_t b = 0; b < whole; ++b) {
+        V::prefetch(next + b * kBlock);
+        V::prefetch(next + b * kBlock + 64);
+        block<N>(row + b * kBlock, scale_at(w, scale_row, b), x, x_scale, b, sum, largest);
+      }
+      if (rest != 0) {
+        uint8_t padded[kBlock] = {};
+        std::memcpy(padded, row + whole * kBlock, static_cast<size_t>(rest));
+        block<N>(padded, scale_at(w, scale_row, whole), x, x_scale, whole, sum, largest);
+      }
+      const bool nan = V::any_magnitude_127(largest);
+      for (int n = 0; n < N; ++n) {
+        out[n * out_stride + r] = nan ? std::numeric_limits<float>::quiet_NaN() : V::sum(sum[n]);
+      }
+    }
+  }
+
+  template <int N>
+  static CPU_MOE_INLINE void block(const uint8_t* weights, float weight_scale, const float* const* x,
+                                   const float* const* x_scale, int64_t b, V::F32* sum, V::Bytes& largest) {
+    V::F32 part[N][2];
+    for (int n = 0; n < N; ++n) part[n][0] = part[n][1] = V::zero();
+    for (int s = 0; s < kSteps; ++s) {
+      const V::Bytes codes = V::load_bytes(weights + s * kStep);
+      largest = V::max_magnitude(largest, codes);
+      const V::I16 even = V::e4m3_to_bf16(V::even_bytes_x256(codes));
+      const V::I16 odd = V::e4m3_to_bf16(V::as_i16(codes));
+      const V::F32 value[4] = {V::even_bf16(even), V::odd_bf16(even), V::even_bf16(odd), V::odd_bf16(odd)};
+      for (int n = 0; n < N; ++n) {
+        const float* at = x[n] + b * kBlock + s * kStep;
+        for (int i = 0; i < 4; ++i) part[n][i % 2] = V::fma(value[i], V::load(at + i * V::kLanes), part[n][i % 2]);
+      }
+    }
+    for (int n = 0; n < N; ++n) {
+      sum[n] = V::fma(V::add(part[n][0], part[n][1]), V::set(weight_scale * x_scale[n][b]), sum[n]);
+    }
+  }
+};
+
+}  // namespace cpu_moe::CPU_MOE_TIER

@@ -1,0 +1,256 @@
+// The skeleton of the 4-bit formats: exact integer dot products with 16-bit activations.
+//
+// Activations are cut into the format's blocks. A block with amax in [2^e, 2^(e+1)) is stored as q = rint(x * 2^(14-e)), an int16,
+// and the scale 2^(e-1). So |x - q * 2^(e-14)| <= 2^(e-15) <= 2^-15 * amax(block), and every bf16 value down to amax / 2^7
+// is exact. Where that is too coarse - a quarter or more of a block's non-zero values are inexact and below amax / 2^10, that is, an
+// outlier hides its neighbours - the token gets a second plane with the remainders, 15 bits further down, and the two results
+// are added: the error is then <= 2^-30 * amax.
+//
+// A weight of the format is an integer w (|w| * 32768 * 16 must fit 31 bits) times its block's scale. A block's products are
+// summed in int32, exactly, then converted once and multiplied by (weight scale * activation scale * unit).
+//
+// Layout of a plane's body: int16 q, in steps of 2 * kBytes weights, each step as four vectors in the order in
+// which the weights come out of their bytes; then float scales, a slot per block; then, for formats with an offset, one
+// int32 vector a step to start the sums from.
+#pragma once
+
+namespace cpu_moe::CPU_MOE_TIER {
+
+// Room for the end of a row that fills no whole group: blocks beyond it read as zero.
+class TailBytes {
+ public:
+  const uint8_t* codes(const uint8_t* from, int64_t n) { return copy(codes_, sizeof codes_, from, n); }
+  const uint8_t* scales(const uint8_t* from, int64_t n) { return copy(scales_, sizeof scales_, from, n); }
+
+ private:
+  static const uint8_t* copy(uint8_t* to, size_t size, const uint8_t* from, int64_t n) {
+    std::memset(to, 0, size);
+    std::memcpy(to, from, static_cast<size_t>(n));
+    return to;
+  }
+  uint8_t codes_[V::kLanes * 18];
+  uint8_t scales_[V::kLanes];
+};
+
+template <class Format>
+struct Int16Kernel {
+  static constexpr int kBlock = Format::kBlock;
+  static constexpr int kStep = 2 * V::kBytes;           // weights per step: kBytes bytes of nibbles
+  static constexpr int kSteps = kBlock / 8;             // steps per group
+  static constexpr int kGroup = kStep * kSteps;         // weights per group: kLanes blocks, one vector of scales
+  static_assert(kGroup == V::kLanes * kBlock);
+
+  static int64_t padded(int64_t cols) { return round_up(cols, kGroup); }
+  static int64_t scale_offset(int64_t cols) { return padded(cols) * 2; }
+  static int64_t start_offset(int64_t cols) { return scale_offset(cols) + padded(cols) / kBlock * 4; }
+  static int64_t plane_bytes(int64_t cols) {
+    const int64_t start_bytes = Format::kOffset != 0 ? padded(cols) / kStep * V::kLanes * 4 : 0;
+    return round_up(kPlaneHeaderBytes + std::max(start_offset(cols) + start_bytes, cols * 4), 64);
+  }
+
+  // Where element c of a step's kStep elements lies among its four vectors of kBytes / 2.
+  static constexpr int position(int c) {
+    if constexpr (Format::kSplitHalves) {  // byte j of a block holds elements j (low nibble) and j + 16 (high)
+      const int block = c / 32, j = c % 16, high = c % 32 / 16;
+      return (2 * (j % 2) + high) * (V::kBytes / 2) + block * 8 + j / 2;
+    } else {  // byte j holds elements 2j (low) and 2j + 1 (high)
+      return (c % 4) * (V::kBytes / 2) + c / 4;
+    }
+  }
+  static constexpr auto kPosition = [] {
+    std::array<uint8_t, kStep> table{};
+    for (int c = 0; c < kStep; ++c) table[c] = static_cast<uint8_t>(position(c));
+    return table;
+  }();
+
+  // Stores one block of integers, its scale and its start value.
+  static void put_block(uint8_t* plane, int64_t cols, int64_t block, const int32_t* q, float scale) {
+    int16_t* values = reinterpret_cast<int16_t*>(body(plane)) + block * kBlock / kStep * kStep;
+    const int first = static_cast<int>(block * kBlock % kStep);
+    int32_t total = 0;
+    for (int i = 0; i < kBlock; ++i) {
+      values[kPosition[first + i]] = static_cast<int16_t>(q[i]);
+      total += q[i];
+    }
+    const int64_t group = block / V::kLanes;
+    float* scales = reinterpret_cast<float*>(body(plane) + scale_offset(cols)) + group * V::kLanes;
+    scales[V::scale_slot(kBlock, static_cast<int>(block % V::kLanes))] = scale;
+    if constexpr (Format::kOffset != 0) {
+      int32_t* start = reinterpret_cast<int32_t*>(body(plane) + start_offset(cols)) + block * (kBlock / 8);
+      start[0] = -Format::kOffset * total;
+    }
+  }
+
+  static int prepare(const float* x, int64_t cols, Precision precision, uint8_t* out) {
+    if (!all_finite(x, cols)) return write_raw_plane(x, cols, out);
+    uint8_t* planes[2] = {out, out + plane_bytes(cols)};
+    PlaneHeader h;
+    h.unit = Format::kUnit;
+    std::memset(body(out), 0, static_cast<size_t>(plane_bytes(cols) - kPlaneHeaderBytes));
+    if constexpr (Format::kFastIsQ8_0) {
+      if (precision == Precision::kFast) {
+        h.unit = 1.0f;
+        std::memcpy(out, &h, sizeof h);
+        for (int64_t b = 0; b < cols / kBlock; ++b) put_block_q8_0(out, cols, b, x + b * kBlock);
+        return 1;
+      }
+    }
+    int shift = 0;
+    if constexpr (Format::kRescale) {
+      // Another scale multiplies the result: keep the sums in range when the token as a whole is far from 1.
+      const int e = exponent(max_magnitude_bits(x, cols));
+      if (e > 60 || e < -60) shift = e;
+      h.rescale = std::ldexp(1.0, shift);
+    }
+    std::memcpy(out, &h, sizeof h);
+    bool second = false;
+    for (int64_t b = 0; b < cols / kBlock; ++b) {
+      const float* values = x + b * kBlock;
+      const uint32_t amax = max_magnitude_bits(values, kBlock);
+      if (amax == 0) continue;
+      const int e = std::max(exponent(amax), -148);
+      float scaled[kBlock];
+      int32_t q[kBlock];
+      const bool hides = quantize(values, e, scaled, q);
+      put_block(out, cols, b, q, scale_of(e - 1 - shift));
+      if (hides && !second) {
+        second = true;
+        std::memset(planes[1], 0, static_cast<size_t>(plane_bytes(cols)));
+        std::memcpy(planes[1], &h, sizeof h);
+      }
+    }
+    if (!second) return 1;
+    for (int64_t b = 0; b < cols / kBlock; ++b) {
+      const float* values = x + b * kBlock;
+      const uint32_t amax = max_magnitude_bits(values, kBlock);
+      if (amax == 0) continue;
+      const int e = std::max(exponent(amax), -148);
+      float scaled[kBlock];
+      int32_t q[kBlock];
+      quantize(values, e, scaled, q);
+      for (int i = 0; i < kBlock; ++i) q[i] = static_cast<int32_t>((scaled[i] - static_cast<float>(q[i])) * 32768.0f);
+      put_block(planes[1], cols, b, q, scale_of(e - 16 - shift));
+    }
+    return 2;
+  }
+
+  // ggml's Q8_0: d = amax / 127 kept as f16, q = round(x / d) with the unrounded d. Where d does not fit f16, ggml's result is
+  // infinite; here it stays float32.
+  static void put_block_q8_0(uint8_t* plane, int64_t cols, int64_t block, const float* x) {
+    const float amax = std::bit_cast<float>(max_magnitude_bits(x, kBlock));
+    const float d = amax / 127.0f;
+    const float inverse = d != 0.0f ? 1.0f / d : 0.0f;
+    int32_t q[kBlock];
+    for (int i = 0; i < kBlock; ++i) {
+      // A subnormal d has no finite inverse.
+      const float ratio = std::isfinite(inverse) ? x[i] * inverse : x[i] / d;
+      q[i] = static_cast<int32_t>(std::round(ratio));
+    }
+    put_block(plane, cols, block, q, d <= 65504.0f ? f16_to_f32(f32_to_f16(d)) : d);
+  }
+
+  static uint32_t max_magnitude_bits(const float* x, int64_t n) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const uint32_t magnitude = std::bit_cast<uint32_t>(x[i]) & 0x7FFFFFFF;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest;
+  }
+  // floor(log2) of a positive float given as bits.
+  static int exponent(uint32_t bits) {
+    if (bits == 0) return 0;
+    return bits >> 23 ? static_cast<int>(bits >> 23) - 127 : 31 - std::countl_zero(bits) - 149;
+  }
+  static float scale_of(int e) { return e < -149 ? 0.0f : e > 127 ? std::numeric_limits<float>::infinity() : exp2_float(e); }
+
+  // scaled = x * 2^(14-e), q = rint(scaled) saturated to 32767. True when a quarter of the non-zero values are small and inexact.
+  static bool quantize(const float* x, int e, float* scaled, int32_t* q) {
+    const int first = std::min(14 - e, 100);  // 2^(14-e) itself may be out of range
+    const auto m1 = V::set(exp2_float(first)), m2 = V::set(exp2_float(14 - e - first));
+    int small = 0, nonzero = 0;
+    for (int i = 0; i < kBlock; i += V::kLanes) {
+      const auto y = V::mul(V::mul(V::load(x + i), m1), m2);
+      V::store(scaled + i, y);
+      V::store_i32(q + i, V::min(V::round_i32(y), V::set_i32(32767)));
+    }
+    for (int i = 0; i < kBlock; ++i) {
+      const float magnitude = std::fabs(scaled[i]);
+      nonzero += magnitude != 0.0f;
+      small += (magnitude < 16.0f) & (scaled[i] != static_cast<float>(q[i]));
+    }
+    return small * 4 >= nonzero && small > 0;
+  }
+
+  template <int N>
+  static void dot(const Weight& w, int64_t expert, int64_t row0, int64_t rows, const uint8_t* const* planes, float* out,
+                  int64_t out_stride, const Ahead& ahead) {
+    const int64_t groups = w.cols / kGroup;
+    const int rest = static_cast<int>(w.cols % kGroup);
+    const int16_t* q[N];
+    const float* scale[N];
+    const int32_t* start[N];
+    V::F32 unit[N];
+    for (int n = 0; n < N; ++n) {
+      q[n] = reinterpret_cast<const int16_t*>(body(planes[n]));
+      scale[n] = reinterpret_cast<const float*>(body(planes[n]) + scale_offset(w.cols));
+      start[n] = reinterpret_cast<const int32_t*>(body(planes[n]) + start_offset(w.cols));
+      unit[n] = V::set(header(planes[n]).unit);
+    }
+    TailBytes tail_bytes;
+    for (int64_t r = 0; r < rows; ++r) {
+      typename Format::Row row(w, expert, row0 + r);
+      const uint8_t* next = prefetch_base(w, 0, expert, row0, rows, r, ahead);
+      row.prefetch_scales();
+      V::F32 sum[N];
+      for (int n = 0; n < N; ++n) sum[n] = V::zero();
+      for (int64_t g = 0; g < groups; ++g) {
+        const int64_t ahead_bytes = g * Format::kGroupBytes;
+        for (int64_t line = 0; line < Format::kGroupBytes; line += 64) V::prefetch(next + ahead_bytes + line);
+        group<N, kSteps>(row, g, q, scale, start, unit, g, sum);
+      }
+      if (rest != 0) {
+        typename Format::Row tail = row.tail(groups, rest / kBlock, tail_bytes);
+        group<N, kSteps>(tail, 0, q, scale, start, unit, groups, sum);
+        row.absorb(tail);
+      }
+      for (int n = 0; n < N; ++n) {
+        const float result = row.finish(V::sum(sum[n]), header(planes[n]).rescale);
+        out[n * out_stride + r] = row.saw_nan() ? std::numeric_limits<float>::quiet_NaN() : result;
+      }
+    }
+  }
+
+  template <int N, int Steps>
+  static CPU_MOE_INLINE void group(typename Format::Row& row, int64_t weight_group, const int16_t* const* q,
+                                   const float* const* scale, const int32_t* const* start, const V::F32* unit, int64_t g,
+                                   V::F32* sum) {
+    const V::F32 weight_scale = row.scales(weight_group);
+    V::F32 scales[N];
+    for (int n = 0; n < N; ++n) {
+      scales[n] = V::mul(V::mul(weight_scale, V::load(scale[n] + g * V::kLanes)), unit[n]);
+    }
+    steps<N, 0, Steps>(row, weight_group, q, scales, start, g, sum);
+  }
+
+  template <int N, int K, int Steps>
+  static CPU_MOE_INLINE void steps(const typename Format::Row& row, int64_t weight_group, const int16_t* const* q,
+                                   const V::F32* scales, const int32_t* const* start, int64_t g, V::F32* sum) {
+    if constexpr (K < Steps) {
+      V::I16 weights[4];
+      row.weights(weight_group * kSteps + K, weights);
+      const int64_t step = g * kSteps + K;
+      for (int n = 0; n < N; ++n) {
+        const int16_t* x = q[n] + step * kStep;
+        const V::I32 a = V::add(V::pair_dot(weights[0], V::load_i16(x)), V::pair_dot(weights[1], V::load_i16(x + kStep / 4)));
+        V::I32 b = V::add(V::pair_dot(weights[2], V::load_i16(x + kStep / 2)),
+                          V::pair_dot(weights[3], V::load_i16(x + 3 * kStep / 4)));
+        if constexpr (Format::kOffset != 0) b = V::add(b, V::load_i32(start[n] + step * V::kLanes));
+        sum[n] = V::fma(V::to_f32(V::add(a, b)), V::template spread<kBlock, K>(scales[n]), sum[n]);
+      }
+      steps<N, K + 1, Steps>(row, weight_group, q, scales, start, g, sum);
+    }
+  }
+};
+
+}  // namespace cpu_moe::CPU_MOE_TIER

@@ -1,0 +1,51 @@
+// mxfp4: OCP Microscaling MXFP4. packed u8 [E, R, C/2], scale u8 (E8M0) [E, R, C/32].
+// A row is C/2 bytes of E2M1 codes (e2m1.h) and C/32 bytes of scales; weight = e2m1(code) * 2^(scale - 127), scale 255 is NaN.
+// Products are exact integers; error: int16_planes.h's rounding of activations, and float32 sums over C/32 blocks.
+#pragma once
+
+namespace cpu_moe::CPU_MOE_TIER {
+
+struct Mxfp4 {
+  static constexpr int kBlock = 32;
+  static constexpr bool kSplitHalves = false;
+  static constexpr int kOffset = 0;
+  static constexpr float kUnit = kE2m1Unit;
+  static constexpr bool kRescale = false;
+  static constexpr bool kFastIsQ8_0 = false;
+  static constexpr int64_t kGroupBytes = V::kLanes * 16;
+
+  class Row {
+   public:
+    Row(const Weight& w, int64_t expert, int64_t r)
+        : codes_(w.row(0, expert, r)), scales_(w.row(1, expert, r)), table_(V::table(kTwiceE2m1)) {}
+
+    CPU_MOE_INLINE void weights(int64_t step, V::I16* out) const {
+      e2m1_weights(codes_ + step * V::kBytes, table_, out);
+    }
+    CPU_MOE_INLINE V::F32 scales(int64_t group) {
+      const V::I32 code = V::template load_scale_bytes<kBlock>(scales_ + group * V::kLanes);
+      largest_ = V::max(largest_, code);
+      // The code is float32's exponent field; 0 stands for the subnormal 2^-127.
+      return V::as_f32(V::max(V::template shift_left<23>(code), V::set_i32(0x00400000)));
+    }
+    CPU_MOE_INLINE void prefetch_scales() const { V::prefetch(scales_ + kPrefetchBytes / 16); }
+    // The last `blocks` blocks, which are no whole group, from a padded copy: a bank may end where the mapping ends.
+    Row tail(int64_t groups, int blocks, TailBytes& copy) const {
+      Row t(*this);
+      t.codes_ = copy.codes(codes_ + groups * kGroupBytes, blocks * 16);
+      t.scales_ = copy.scales(scales_ + groups * V::kLanes, blocks);
+      return t;
+    }
+    void absorb(const Row& tail) { largest_ = V::max(largest_, tail.largest_); }
+    bool saw_nan() const { return V::max_of(largest_) == 255; }
+    float finish(float sum, double) const { return sum; }
+
+   private:
+    const uint8_t* codes_;
+    const uint8_t* scales_;
+    V::Bytes table_;
+    V::I32 largest_ = V::zero_i32();
+  };
+};
+
+}  // namespace cpu_moe::CPU_MOE_TIER

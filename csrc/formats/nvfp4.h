@@ -1,0 +1,61 @@
+// nvfp4: NVIDIA's NVFP4. packed u8 [E, R, C/2]; scale e4m3 [E, R, C/16]; global f32 [E, R].
+// A row is C/2 bytes of E2M1 codes (e2m1.h) and C/16 E4M3 scales; weight = e2m1(code) * e4m3(scale) * global of the row. Scales are
+// signed as they stand; 0x7F and 0xFF are NaN.
+// Products are exact integers; error: int16_planes.h's rounding of activations, and float32 sums over C/16 blocks.
+#pragma once
+
+namespace cpu_moe::CPU_MOE_TIER {
+
+struct Nvfp4 {
+  static constexpr int kBlock = 16;
+  static constexpr bool kSplitHalves = false;
+  static constexpr int kOffset = 0;
+  static constexpr float kUnit = kE2m1Unit;
+  static constexpr bool kRescale = true;
+  static constexpr bool kFastIsQ8_0 = false;
+  static constexpr int64_t kGroupBytes = V::kLanes * 8;
+
+  class Row {
+   public:
+    Row(const Weight& w, int64_t expert, int64_t r)
+        : codes_(w.row(0, expert, r)),
+          scales_(w.row(1, expert, r)),
+          global_(read_unaligned<float>(w.row(2, expert, r))),
+          table_(V::table(kTwiceE2m1)) {}
+
+    CPU_MOE_INLINE void weights(int64_t step, V::I16* out) const {
+      e2m1_weights(codes_ + step * V::kBytes, table_, out);
+    }
+    CPU_MOE_INLINE V::F32 scales(int64_t group) {
+      const V::I32 code = V::template load_scale_bytes<kBlock>(scales_ + group * V::kLanes);
+      const V::I32 magnitude = V::bit_and(code, V::set_i32(0x7F));
+      largest_ = V::max(largest_, magnitude);
+      // sign and magnitude moved to float32's places; 2^120 makes up for the exponent bias, exactly
+      const V::I32 bits = V::add(V::template shift_left<20>(magnitude),
+                                 V::template shift_left<31>(V::template shift_right<7>(code)));
+      return V::mul(V::as_f32(bits), V::set(0x1p120f));
+    }
+    CPU_MOE_INLINE void prefetch_scales() const { V::prefetch(scales_ + kPrefetchBytes / 8); }
+    Row tail(int64_t groups, int blocks, TailBytes& copy) const {
+      Row t(*this);
+      t.codes_ = copy.codes(codes_ + groups * kGroupBytes, blocks * 8);
+      t.scales_ = copy.scales(scales_ + groups * V::kLanes, blocks);
+      return t;
+    }
+    void absorb(const Row& tail) { largest_ = V::max(largest_, tail.largest_); }
+    bool saw_nan() const { return V::max_of(largest_) == 127; }
+    // In double: neither factor order overflows before the product itself does.
+    float finish(float sum, double rescale) const {
+      return static_cast<float>(static_cast<double>(sum) * static_cast<double>(global_) * rescale);
+    }
+
+   private:
+    const uint8_t* codes_;
+    const uint8_t* scales_;
+    float global_;
+    V::Bytes table_;
+    V::I32 largest_ = V::zero_i32();
+  };
+};
+
+}  // namespace cpu_moe::CPU_MOE_TIER

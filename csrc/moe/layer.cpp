@@ -1,0 +1,343 @@
+#include "layer.h"
+
+#include <algorithm>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "../simd/float_bits.h"
+#include "../simd/tier.h"
+#include "../system/pool.h"
+#include "../system/work.h"
+#include "routes.h"
+
+namespace cpu_moe {
+namespace {
+
+// Scratch of one round of tokens. Large enough that an expert's weights are read once for many tokens, small beside any bank.
+constexpr int64_t kScratchBytes = int64_t{96} << 20;
+// What a thread keeps between calls, so that decode allocates nothing.
+constexpr int64_t kKeepBytes = int64_t{16} << 20;
+
+// Weight bytes of a work item. Small: the last item of a phase is what the other threads wait for (16 KiB are ~1 us). Large: a
+// tile's prefetches run on past its end.
+constexpr int64_t kTileBytes = 32 << 10;
+constexpr int64_t kMaxTileRows = 64;
+// Planes computed per pass over a tile, which bounds the result buffer on the stack.
+constexpr int64_t kMaxPlanes = 32;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+class Scratch {
+ public:
+  uint8_t* reserve(int64_t bytes) {
+    if (bytes > size_) {
+      data_.reset();
+      size_ = 0;
+      data_.reset(static_cast<uint8_t*>(::operator new(static_cast<size_t>(bytes), std::align_val_t{64})));
+      size_ = bytes;
+    }
+    return data_.get();
+  }
+  void trim() {
+    if (size_ > kKeepBytes) {
+      data_.reset();
+      size_ = 0;
+    }
+  }
+
+ private:
+  struct Free {
+    void operator()(uint8_t* p) const { ::operator delete(p, std::align_val_t{64}); }
+  };
+  std::unique_ptr<uint8_t, Free> data_;
+  int64_t size_ = 0;
+};
+
+// Rows of one projection cut into tiles, for every group.
+struct Tiling {
+  int64_t rows = 0, tile = 0, per_group = 0;
+  Tiling(int64_t rows_, int64_t bytes_per_row, int64_t groups, int threads) : rows(rows_) {
+    tile = std::clamp<int64_t>(kTileBytes / std::max<int64_t>(bytes_per_row, 1), 1, kMaxTileRows);
+    // At least four items a thread, or a late thread leaves the others waiting.
+    const int64_t wanted = ceil_div(4 * threads, std::max<int64_t>(groups, 1));
+    tile = std::clamp<int64_t>(ceil_div(rows, wanted), 1, tile);
+    per_group = ceil_div(rows, tile);
+  }
+};
+
+int64_t row_bytes(const Weight& w) {
+  int64_t bytes = 0;
+  for (const int64_t stride : {w.row_stride[0], w.row_stride[1]}) bytes += stride;
+  return bytes;
+}
+
+// Everything a round of tokens needs; one instance is shared by the team.
+class Round {
+ public:
+  Round(const Experts& call, const TierKernels& tier, int64_t first, int64_t count, Routes& routes, uint8_t* scratch,
+        int threads)
+      : call_(call),
+        tier_(tier),
+        gate_up_(tier.formats[call.gate_up.format]),
+        down_(tier.formats[call.down.format]),
+        first_(first),
+        count_(count),
+        routes_(routes),
+        route_count_(static_cast<int64_t>(routes.routes.size())),
+        group_count_(static_cast<int64_t>(routes.groups.size())),
+        input_plane_bytes_(gate_up_.plane_bytes(call.hidden)),
+        middle_plane_bytes_(down_.plane_bytes(call.intermediate)),
+        gate_up_tiles_(call.intermediate, 2 * row_bytes(call.gate_up), group_count_, threads),
+        down_tiles_(call.hidden, row_bytes(call.down), group_count_, threads),
+        input_planes_(static_cast<size_t>(count)),
+        middle_planes_(static_cast<size_t>(route_count_)) {
+    input_ = scratch;
+    middle_ = input_ + count * 2 * input_plane_bytes_;
+    activated_ = reinterpret_cast<float*>(middle_ + route_count_ * 2 * middle_plane_bytes_);
+    partial_ = activated_ + route_count_ * padded(call.intermediate);
+    prepare_work_.reset(count, threads);
+    gate_up_work_.reset(group_count_ * gate_up_tiles_.per_group, threads);
+    middle_work_.reset(route_count_, threads);
+    down_work_.reset(group_count_ * down_tiles_.per_group, threads);
+    combine_work_.reset(count * combine_parts(), threads);
+  }
+
+  static int64_t padded(int64_t n) { return ceil_div(n, 16) * 16; }
+  static int64_t bytes_per_token(const Experts& call, const TierKernels& tier) {
+    return 2 * tier.formats[call.gate_up.format].plane_bytes(call.hidden) +
+           call.top_k * (2 * tier.formats[call.down.format].plane_bytes(call.intermediate) +
+                         4 * padded(call.intermediate) + 4 * padded(call.hidden));
+  }
+
+  // Run by every member of the team.
+  void run(sys::Team& team) {
+    const int rank = team.rank();
+    int64_t item;
+    std::vector<float> row;
+    while (prepare_work_.next(rank, item)) prepare_input(item, row);
+    team.barrier();
+    std::vector<const uint8_t*> planes;
+    std::vector<int32_t> owner;
+    while (gate_up_work_.next(rank, item)) gate_up_tile(item, gate_up_work_.peek_next(rank), planes, owner);
+    team.barrier();
+    while (middle_work_.next(rank, item)) prepare_middle(item);
+    team.barrier();
+    while (down_work_.next(rank, item)) down_tile(item, down_work_.peek_next(rank), planes, owner);
+    team.barrier();
+    std::vector<const float*> parts;
+    std::vector<float> weights;
+    while (combine_work_.next(rank, item)) combine(item, parts, weights, row);
+  }
+
+ private:
+  // A token's output is combined in stretches, so that one token keeps several threads busy.
+  int64_t combine_parts() const { return ceil_div(call_.hidden, 512); }
+
+  void prepare_input(int64_t t, std::vector<float>& row) {
+    bool used = false;
+    for (int64_t s = 0; s < call_.top_k; ++s) used |= routes_.of_token[static_cast<size_t>(t * call_.top_k + s)] >= 0;
+    if (!used) return;
+    row.resize(static_cast<size_t>(call_.hidden));
+    const uint8_t* from = call_.input.data + (first_ + t) * call_.input.stride[0];
+    if (call_.input.stride[1] == size_of(call_.input.dtype)) {
+      tier_.load(call_.input.dtype, from, call_.hidden, row.data());
+    } else {
+      for (int64_t h = 0; h < call_.hidden; ++h) row[static_cast<size_t>(h)] = read_float(call_.input, first_ + t, h);
+    }
+    if (call_.weight_on_input) {  // top_k is 1
+      const float weight = routes_.routes[static_cast<size_t>(routes_.of_token[static_cast<size_t>(t)])].weight;
+      for (float& x : row) x *= weight;
+    }
+    input_planes_[static_cast<size_t>(t)] =
+        gate_up_.prepare(row.data(), call_.hidden, call_.precision, input_ + t * 2 * input_plane_bytes_);
+  }
+
+  void prepare_middle(int64_t route) {
+    middle_planes_[static_cast<size_t>(route)] =
+        down_.prepare(activated_ + route * padded(call_.intermediate), call_.intermediate, call_.precision,
+                      middle_ + route * 2 * middle_plane_bytes_);
+  }
+
+  // The planes of a group's routes in order; owner[p] is the route (within the group) that plane p belongs to.
+  template <class PlaneOf>
+  void list_planes(const Group& group, PlaneOf plane_of, std::vector<const uint8_t*>& planes, std::vector<int32_t>& owner) {
+    planes.clear();
+    owner.clear();
+    for (int64_t i = 0; i < group.count; ++i) {
+      const auto [first, bytes, count] = plane_of(group.first + i);
+      for (int p = 0; p < count; ++p) {
+        planes.push_back(first + p * bytes);
+        owner.push_back(static_cast<int32_t>(i));
+      }
+    }
+  }
+
+  struct Planes {
+    const uint8_t* first;
+    int64_t bytes;
+    int count;
+  };
+
+  // results[p * stride + r] for planes [begin, end): a route's second plane is added to its first.
+  static void fold_second_planes(float* results, int64_t stride, int64_t rows, const int32_t* owner, int64_t n) {
+    for (int64_t p = 1; p < n; ++p) {
+      if (owner[p] != owner[p - 1]) continue;
+      for (int64_t r = 0; r < rows; ++r) results[(p - 1) * stride + r] += results[p * stride + r];
+    }
+  }
+
+  // As many planes from `begin` as fit a pass without parting a route's two.
+  static int64_t pass_end(const std::vector<int32_t>& owner, int64_t begin) {
+    int64_t end = std::min<int64_t>(begin + kMaxPlanes, static_cast<int64_t>(owner.size()));
+    if (end < static_cast<int64_t>(owner.size()) && owner[static_cast<size_t>(end)] == owner[static_cast<size_t>(end - 1)]) {
+      --end;
+    }
+    return end;
+  }
+
+  void gate_up_tile(int64_t item, int64_t next_item, std::vector<const uint8_t*>& planes, std::vector<int32_t>& owner) {
+    const Group& group = routes_.groups[static_cast<size_t>(item / gate_up_tiles_.per_group)];
+    const int64_t i0 = item % gate_up_tiles_.per_group * gate_up_tiles_.tile;
+    const int64_t n = std::min(gate_up_tiles_.tile, call_.intermediate - i0);
+    list_planes(
+        group,
+        [&](int64_t route) {
+          const int64_t t = routes_.routes[static_cast<size_t>(route)].token;
+          return Planes{input_ + t * 2 * input_plane_bytes_, input_plane_bytes_, input_planes_[static_cast<size_t>(t)]};
+        },
+        planes, owner);
+    Ahead next;
+    if (next_item >= 0) {
+      const int64_t row = next_item % gate_up_tiles_.per_group * gate_up_tiles_.tile;
+      next = {&call_.gate_up, routes_.groups[static_cast<size_t>(next_item / gate_up_tiles_.per_group)].expert,
+              call_.interleaved ? 2 * row : row};
+    }
+    float results[kMaxPlanes * 2 * kMaxTileRows];
+    float bias[2 * kMaxTileRows];
+    const int64_t stride = 2 * n;
+    for (int64_t j = 0; j < 2 * n; ++j) {
+      const int64_t row = call_.interleaved ? 2 * i0 + j : j < n ? i0 + j : call_.intermediate + i0 + j - n;
+      bias[j] = call_.gate_up_bias.data ? read_float(call_.gate_up_bias, group.expert, row) : 0.0f;
+    }
+    for (int64_t begin = 0; begin < static_cast<int64_t>(planes.size());) {
+      const int64_t end = pass_end(owner, begin);
+      if (call_.interleaved) {
+        gate_up_.dot(call_.gate_up, group.expert, 2 * i0, 2 * n, &planes[static_cast<size_t>(begin)], end - begin, results,
+                     stride, next);
+      } else {
+        const Ahead up = {&call_.gate_up, group.expert, call_.intermediate + i0};
+        gate_up_.dot(call_.gate_up, group.expert, i0, n, &planes[static_cast<size_t>(begin)], end - begin, results, stride,
+                     up);
+        gate_up_.dot(call_.gate_up, group.expert, call_.intermediate + i0, n, &planes[static_cast<size_t>(begin)],
+                     end - begin, results + n, stride, next);
+      }
+      fold_second_planes(results, stride, 2 * n, &owner[static_cast<size_t>(begin)], end - begin);
+      for (int64_t p = begin; p < end; ++p) {
+        if (p > begin && owner[static_cast<size_t>(p)] == owner[static_cast<size_t>(p - 1)]) continue;
+        float gate[kMaxTileRows], up[kMaxTileRows];
+        const float* at = results + (p - begin) * stride;
+        const int64_t step = call_.interleaved ? 2 : 1, up_at = call_.interleaved ? 1 : n;
+        for (int64_t i = 0; i < n; ++i) {
+          gate[i] = at[i * step] + bias[i * step];
+          up[i] = at[i * step + up_at] + bias[i * step + up_at];
+        }
+        const int64_t route = group.first + owner[static_cast<size_t>(p)];
+        tier_.glu(call_.activation, call_.alpha, call_.limit, gate, up, n,
+                  activated_ + route * padded(call_.intermediate) + i0);
+      }
+      begin = end;
+    }
+  }
+
+  void down_tile(int64_t item, int64_t next_item, std::vector<const uint8_t*>& planes, std::vector<int32_t>& owner) {
+    const Group& group = routes_.groups[static_cast<size_t>(item / down_tiles_.per_group)];
+    const int64_t h0 = item % down_tiles_.per_group * down_tiles_.tile;
+    const int64_t n = std::min(down_tiles_.tile, call_.hidden - h0);
+    list_planes(
+        group,
+        [&](int64_t route) {
+          return Planes{middle_ + route * 2 * middle_plane_bytes_, middle_plane_bytes_,
+                        middle_planes_[static_cast<size_t>(route)]};
+        },
+        planes, owner);
+    Ahead next;
+    if (next_item >= 0) {
+      next = {&call_.down, routes_.groups[static_cast<size_t>(next_item / down_tiles_.per_group)].expert,
+              next_item % down_tiles_.per_group * down_tiles_.tile};
+    }
+    float results[kMaxPlanes * kMaxTileRows];
+    float bias[kMaxTileRows];
+    for (int64_t r = 0; r < n; ++r) {
+      bias[r] = call_.down_bias.data ? read_float(call_.down_bias, group.expert, h0 + r) : 0.0f;
+    }
+    for (int64_t begin = 0; begin < static_cast<int64_t>(planes.size());) {
+      const int64_t end = pass_end(owner, begin);
+      down_.dot(call_.down, group.expert, h0, n, &planes[static_cast<size_t>(begin)], end - begin, results, n, next);
+      fold_second_planes(results, n, n, &owner[static_cast<size_t>(begin)], end - begin);
+      for (int64_t p = begin; p < end; ++p) {
+        if (p > begin && owner[static_cast<size_t>(p)] == owner[static_cast<size_t>(p - 1)]) continue;
+        float* to = partial_ + (group.first + owner[static_cast<size_t>(p)]) * padded(call_.hidden) + h0;
+        for (int64_t r = 0; r < n; ++r) to[r] = results[(p - begin) * n + r] + bias[r];
+      }
+      begin = end;
+    }
+  }
+
+  // Sums a token's routes in the order of their slots and writes its dtype.
+  void combine(int64_t item, std::vector<const float*>& parts, std::vector<float>& weights, std::vector<float>& row) {
+    const int64_t t = item / combine_parts();
+    const int64_t h0 = item % combine_parts() * 512;
+    const int64_t n = std::min<int64_t>(512, call_.hidden - h0);
+    parts.clear();
+    weights.clear();
+    for (int64_t s = 0; s < call_.top_k; ++s) {
+      const int32_t route = routes_.of_token[static_cast<size_t>(t * call_.top_k + s)];
+      if (route < 0) continue;
+      parts.push_back(partial_ + route * padded(call_.hidden) + h0);
+      weights.push_back(call_.weight_on_input ? 1.0f : routes_.routes[static_cast<size_t>(route)].weight);
+    }
+    row.resize(512);
+    tier_.combine(parts.data(), weights.data(), static_cast<int64_t>(parts.size()), n, row.data());
+    tier_.store(call_.input.dtype, row.data(), n,
+                call_.output + (first_ + t) * call_.output_stride + h0 * size_of(call_.input.dtype));
+  }
+
+  const Experts& call_;
+  const TierKernels& tier_;
+  const FormatKernels& gate_up_;
+  const FormatKernels& down_;
+  const int64_t first_, count_;
+  const Routes& routes_;
+  const int64_t route_count_, group_count_;
+  const int64_t input_plane_bytes_, middle_plane_bytes_;
+  const Tiling gate_up_tiles_, down_tiles_;
+  uint8_t* input_;      // [tokens][2 planes]
+  uint8_t* middle_;     // [routes][2 planes]
+  float* activated_;    // [routes][padded I]
+  float* partial_;      // [routes][padded H]
+  std::vector<int> input_planes_, middle_planes_;
+  sys::WorkRanges prepare_work_, gate_up_work_, middle_work_, down_work_, combine_work_;
+};
+
+}  // namespace
+
+void run_experts(const Experts& call) {
+  if (call.tokens == 0 || call.hidden == 0) return;
+  const TierKernels& tier = active_kernels();
+  const int threads = sys::thread_count();
+  const int64_t per_token = Round::bytes_per_token(call, tier);
+  const int64_t per_round = std::max<int64_t>(1, std::min(call.tokens, kScratchBytes / std::max<int64_t>(per_token, 1)));
+  thread_local Scratch scratch;
+  thread_local Routes routes;
+  uint8_t* memory = scratch.reserve(per_round * per_token);
+  for (int64_t first = 0; first < call.tokens; first += per_round) {
+    const int64_t count = std::min(per_round, call.tokens - first);
+    collect_routes(call, first, count, routes);
+    Round round(call, tier, first, count, routes, memory, threads);
+    sys::run(threads, [&round](sys::Team& team) { round.run(team); });
+  }
+  scratch.trim();
+}
+
+}  // namespace cpu_moe

@@ -1,0 +1,151 @@
+// The vector vocabulary for AVX2 + FMA + F16C: 32 bytes, 8 floats.
+//
+// Included only inside a target region (see target.h). simd/scalar.h states what each operation means.
+#pragma once
+
+namespace cpu_moe::avx2 {
+
+struct V {
+  static constexpr int kBytes = 32;
+  static constexpr int kLanes = 8;
+  using Bytes = __m256i;
+  using I16 = __m256i;
+  using I32 = __m256i;
+  using F32 = __m256;
+
+  // --- bytes and nibbles -----------------------------------------------------------------------------------------
+  static CPU_MOE_INLINE Bytes load_bytes(const void* p) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+  }
+  static CPU_MOE_INLINE Bytes load_blocks(const uint8_t* p, int64_t stride) {
+    const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(low),
+                                   _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + stride)), 1);
+  }
+  static CPU_MOE_INLINE Bytes low_nibbles(Bytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+  static CPU_MOE_INLINE Bytes high_nibbles(Bytes v) {
+    return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
+  }
+  static CPU_MOE_INLINE Bytes table(const int8_t* entries) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(entries)));
+  }
+  static CPU_MOE_INLINE Bytes lookup(Bytes table, Bytes index) { return _mm256_shuffle_epi8(table, index); }
+  static CPU_MOE_INLINE Bytes zero_bytes() { return _mm256_setzero_si256(); }
+  static CPU_MOE_INLINE Bytes max_magnitude(Bytes m, Bytes v) {
+    return _mm256_max_epu8(m, _mm256_add_epi8(v, v));
+  }
+  static CPU_MOE_INLINE bool any_magnitude_127(Bytes m) {
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi8(m, _mm256_set1_epi8(static_cast<char>(0xFE)))) != 0;
+  }
+
+  // --- 16-bit integers -------------------------------------------------------------------------------------------
+  static CPU_MOE_INLINE I16 even_bytes_x256(Bytes v) { return _mm256_slli_epi16(v, 8); }
+  static CPU_MOE_INLINE I16 odd_bytes_x256(Bytes v) {
+    return _mm256_and_si256(v, _mm256_set1_epi16(static_cast<short>(0xFF00)));
+  }
+  template <int K>
+  static CPU_MOE_INLINE I16 nibble(Bytes v) {
+    if constexpr (K == 0) return _mm256_and_si256(v, _mm256_set1_epi16(15));
+    if constexpr (K == 3) return _mm256_srli_epi16(v, 12);
+    return _mm256_and_si256(_mm256_srli_epi16(v, 4 * K), _mm256_set1_epi16(15));
+  }
+  static CPU_MOE_INLINE I16 as_i16(Bytes v) { return v; }
+  static CPU_MOE_INLINE I16 load_i16(const int16_t* p) { return load_bytes(p); }
+  static CPU_MOE_INLINE I32 pair_dot(I16 a, I16 b) { return _mm256_madd_epi16(a, b); }
+  static CPU_MOE_INLINE I16 e4m3_to_bf16(I16 v) {
+    return _mm256_and_si256(_mm256_srai_epi16(v, 4), _mm256_set1_epi16(static_cast<short>(0x87F0)));
+  }
+
+  // --- 32-bit integers -------------------------------------------------------------------------------------------
+  static CPU_MOE_INLINE I32 zero_i32() { return _mm256_setzero_si256(); }
+  static CPU_MOE_INLINE I32 set_i32(int32_t v) { return _mm256_set1_epi32(v); }
+  static CPU_MOE_INLINE I32 load_i32(const int32_t* p) { return load_bytes(p); }
+  static CPU_MOE_INLINE void store_i32(int32_t* p, I32 v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v);
+  }
+  static CPU_MOE_INLINE I32 add(I32 a, I32 b) { return _mm256_add_epi32(a, b); }
+  static CPU_MOE_INLINE I32 sub(I32 a, I32 b) { return _mm256_sub_epi32(a, b); }
+  static CPU_MOE_INLINE I32 max(I32 a, I32 b) { return _mm256_max_epi32(a, b); }
+  static CPU_MOE_INLINE I32 min(I32 a, I32 b) { return _mm256_min_epi32(a, b); }
+  static CPU_MOE_INLINE I32 bit_and(I32 a, I32 b) { return _mm256_and_si256(a, b); }
+  template <int N>
+  static CPU_MOE_INLINE I32 shift_left(I32 v) {
+    return _mm256_slli_epi32(v, N);
+  }
+  template <int N>
+  static CPU_MOE_INLINE I32 shift_right(I32 v) {
+    return _mm256_srai_epi32(v, N);
+  }
+  static CPU_MOE_INLINE int32_t max_of(I32 v) {
+    __m128i m = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0xB1));
+    return _mm_cvtsi128_si32(m);
+  }
+  template <int Block>
+  static CPU_MOE_INLINE I32 load_scale_bytes(const uint8_t* p) {
+    // In-lane order: see spread().
+    const __m128i order = Block == 32 ? _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, -1, -1, -1, -1, -1, -1, -1, -1)
+                                      : _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, -1, -1, -1, -1, -1, -1, -1, -1);
+    return _mm256_cvtepu8_epi32(
+        _mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), order));
+  }
+
+  // --- floats ----------------------------------------------------------------------------------------------------
+  static CPU_MOE_INLINE F32 zero() { return _mm256_setzero_ps(); }
+  static CPU_MOE_INLINE F32 set(float v) { return _mm256_set1_ps(v); }
+  static CPU_MOE_INLINE F32 load(const float* p) { return _mm256_loadu_ps(p); }
+  static CPU_MOE_INLINE F32 load_unaligned_f32(const void* p) { return as_f32(load_bytes(p)); }
+  static CPU_MOE_INLINE void store(float* p, F32 v) { _mm256_storeu_ps(p, v); }
+  static CPU_MOE_INLINE F32 add(F32 a, F32 b) { return _mm256_add_ps(a, b); }
+  static CPU_MOE_INLINE F32 sub(F32 a, F32 b) { return _mm256_sub_ps(a, b); }
+  static CPU_MOE_INLINE F32 mul(F32 a, F32 b) { return _mm256_mul_ps(a, b); }
+  static CPU_MOE_INLINE F32 div(F32 a, F32 b) { return _mm256_div_ps(a, b); }
+  static CPU_MOE_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
+  static CPU_MOE_INLINE F32 min_keep_nan(F32 bound, F32 v) { return _mm256_min_ps(bound, v); }
+  static CPU_MOE_INLINE F32 max_keep_nan(F32 bound, F32 v) { return _mm256_max_ps(bound, v); }
+  static CPU_MOE_INLINE F32 to_f32(I32 v) { return _mm256_cvtepi32_ps(v); }
+  static CPU_MOE_INLINE I32 round_i32(F32 v) { return _mm256_cvtps_epi32(v); }
+  static CPU_MOE_INLINE F32 as_f32(I32 v) { return _mm256_castsi256_ps(v); }
+  static CPU_MOE_INLINE I32 as_i32(F32 v) { return _mm256_castps_si256(v); }
+  static CPU_MOE_INLINE F32 even_bf16(I16 v) { return as_f32(_mm256_slli_epi32(v, 16)); }
+  static CPU_MOE_INLINE F32 odd_bf16(I16 v) {
+    return as_f32(_mm256_and_si256(v, _mm256_set1_epi32(static_cast<int>(0xFFFF0000))));
+  }
+  static CPU_MOE_INLINE F32 load_f16(const void* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  }
+  static CPU_MOE_INLINE void store_f16(void* p, F32 v) {
+    _mm_storeu_si128(static_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+  template <int Block>
+  static CPU_MOE_INLINE F32 gather_f16_scales(const uint8_t* p, int64_t stride) {
+    static_assert(Block == 32, "in-lane order of 32-element blocks");
+    const auto half = [p, stride](int block) {
+      uint16_t bits;
+      std::memcpy(&bits, p + block * stride, 2);
+      return static_cast<short>(bits);
+    };
+    return _mm256_cvtph_ps(
+        _mm_setr_epi16(half(0), half(2), half(4), half(6), half(1), half(3), half(5), half(7)));
+  }
+  static CPU_MOE_INLINE float sum(F32 v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    s = _mm_add_ss(s, _mm_movehdup_ps(s));
+    return _mm_cvtss_f32(s);
+  }
+  template <int Block, int K>
+  static CPU_MOE_INLINE F32 spread(F32 scales) {
+    // Scales lie so that one in-lane shuffle suffices: crossing the 128-bit lanes costs 3 cycles, this 1.
+    constexpr int kSelect = Block == 32 ? K * 0x55 : (K == 0 ? 0x50 : 0xFA);
+    return _mm256_permute_ps(scales, kSelect);
+  }
+  static constexpr int scale_slot(int block_size, int block) {
+    return block_size == 32 ? (block % 2) * 4 + block / 2
+                            : ((block / 2) % 2) * 4 + (block / 4) * 2 + block % 2;
+  }
+  static CPU_MOE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+};
+
+}  // namespace cpu_moe::avx2

@@ -1,0 +1,115 @@
+#include "tier.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <mutex>
+#include <stdexcept>
+
+namespace cpu_moe {
+
+namespace scalar {
+TierKernels kernels();
+}
+#if defined(__x86_64__)
+namespace avx2 {
+TierKernels kernels();
+}
+#endif
+
+namespace {
+
+bool always() { return true; }
+
+#if defined(__x86_64__)
+// __builtin_cpu_supports also asks the operating system (XCR0) for the wide registers.
+bool has_avx2() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+#endif
+
+struct Active {
+  const Tier* tier;
+  TierKernels kernels;
+};
+
+std::mutex g_mutex;
+std::atomic<const Active*> g_active{nullptr};
+std::string g_requested;  // under g_mutex
+
+const Tier& resolve(std::string_view name, std::string_view asked_by) {
+  std::string valid;
+  for (const Tier& tier : compiled_tiers()) {
+    if (!tier.supported()) continue;
+    if (tier.name == name) return tier;
+    valid += valid.empty() ? "" : ", ";
+    valid += tier.name;
+  }
+  bool compiled = false;
+  for (const Tier& tier : compiled_tiers()) compiled |= tier.name == name;
+  throw std::invalid_argument(std::string(asked_by) + ": '" + std::string(name) + "' is " +
+                              (compiled ? "not supported by this CPU" : "no tier of this build") + "; expected one of auto, " +
+                              valid);
+}
+
+const Active* activate(const Tier& tier) {
+  // One entry a tier, made once and kept: readers hold no lock.
+  static std::vector<const Active*> made(compiled_tiers().size(), nullptr);
+  const size_t index = static_cast<size_t>(&tier - compiled_tiers().data());
+  if (made[index] == nullptr) made[index] = new Active{&tier, tier.kernels()};
+  g_active.store(made[index], std::memory_order_release);
+  return made[index];
+}
+
+const Active* choose_default() {
+  const char* asked = std::getenv("CPU_MOE_ISA");
+  if (asked != nullptr && *asked != '\0' && std::string_view(asked) != "auto") {
+    const Active* active = activate(resolve(asked, "CPU_MOE_ISA"));
+    g_requested = asked;
+    return active;
+  }
+  g_requested.clear();
+  for (const Tier& tier : compiled_tiers()) {
+    if (tier.supported()) return activate(tier);
+  }
+  return nullptr;  // not reached: scalar is always supported
+}
+
+const Active& active() {
+  if (const Active* a = g_active.load(std::memory_order_acquire)) return *a;
+  const std::lock_guard lock(g_mutex);
+  if (const Active* a = g_active.load(std::memory_order_acquire)) return *a;
+  return *choose_default();
+}
+
+}  // namespace
+
+const std::vector<Tier>& compiled_tiers() {
+  static const std::vector<Tier> tiers = {
+#if defined(__x86_64__)
+      {"avx2", has_avx2, avx2::kernels},
+#endif
+      {"scalar", always, scalar::kernels},
+  };
+  return tiers;
+}
+
+const Tier& active_tier() { return *active().tier; }
+const TierKernels& active_kernels() { return active().kernels; }
+
+void set_tier(std::string_view name) {
+  const std::lock_guard lock(g_mutex);
+  if (name == "auto") {
+    choose_default();
+    return;
+  }
+  activate(resolve(name, "set_tier"));
+  g_requested = name;
+}
+
+std::string requested_tier() {
+  const std::lock_guard lock(g_mutex);
+  return g_requested;
+}
+
+}  // namespace cpu_moe
