@@ -11,7 +11,8 @@ TORCH_LIBRARY(cpu_moe, m) {
       "float alpha=1.702, float? limit=None, bool interleaved=False, bool apply_router_weight_on_input=False, "
       "str precision=\"exact\") -> Tensor");
   m.def(
-      "experts_out(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor[] gate_up, Tensor[] down, str format, *, "
+      "experts_out(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor[] gate_up, Tensor[] down, str format, "
+      "*, "
       "str? down_format=None, Tensor? gate_up_bias=None, Tensor? down_bias=None, str activation=\"silu\", "
       "float alpha=1.702, float? limit=None, bool interleaved=False, bool apply_router_weight_on_input=False, "
       "str precision=\"exact\", Tensor(a!) out) -> ()");

@@ -15,6 +15,8 @@ import reference
 import torch
 from torch import Tensor
 
+import torch_cpu_moe  # noqa: F401  registers the operators, in the programs that tests start too
+
 ops = torch.ops.cpu_moe
 Parts = list[Tensor]
 Generator = torch.Generator

@@ -356,9 +356,7 @@ def experts(
     first = _rule(format, precision)
     second = _rule(down_format or format, precision)
     # `fast` may use int8 blocks wherever it likes; q4_0's are emulated, other formats get int8's step.
-    steps = [
-        1 / 254 if precision == "fast" and fmt != "q4_0" else INT16_STEP for fmt in (format, down_format or format)
-    ]
+    steps = [1 / 254 if precision == "fast" and fmt != "q4_0" else INT16_STEP for fmt in (format, down_format or format)]
     for e in sorted(set(ids.flatten().tolist())):
         if e < 0:
             continue

@@ -393,17 +393,9 @@ def test_dequantize_extremes(name: str, tier: str) -> None:
     if name in ("mxfp4", "ds_fp4"):
         parts[1] = torch.randint(0, 256, parts[1].shape, generator=g, dtype=torch.int32).to(torch.uint8)
     if name == "nvfp4":
-        parts[1] = (
-            torch.randint(0, 256, parts[1].shape, generator=g, dtype=torch.int32)
-            .to(torch.uint8)
-            .view(torch.float8_e4m3fn)
-        )
+        parts[1] = torch.randint(0, 256, parts[1].shape, generator=g, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
     if name.startswith("fp8_block"):
-        parts[0] = (
-            torch.randint(0, 256, parts[0].shape, generator=g, dtype=torch.int32)
-            .to(torch.uint8)
-            .view(torch.float8_e4m3fn)
-        )
+        parts[0] = torch.randint(0, 256, parts[0].shape, generator=g, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
     out = ops.dequantize(parts, FORMATS[name].name, dtype=torch.float32)
     want = FORMATS[name].decode(parts)
     if name == "nvfp4":  # two float32 products: (code * scale) is exact, times global rounds once

@@ -51,6 +51,16 @@ class Counter:
 # -------------------------------------------------------------------------------------------------------------- opcheck
 
 
+def opcheck(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """torch.library.opcheck, all tests. test_schema compares copies of the inputs by arithmetic that torch lacks for
+    float8: without it where a part is float8 (tests/test_routing.py checks for every format that inputs stay)."""
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    if any(isinstance(t, Tensor) and t.dtype == torch.float8_e4m3fn for t in leaves):
+        tests.remove("test_schema")
+    torch.library.opcheck(op, args, kwargs, test_utils=tests)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck_experts(name: str) -> None:
     bank = make_bank(name, 3, 64, 32, bias=True, activation="swigluoai", limit=7.0)
@@ -59,16 +69,21 @@ def test_opcheck_experts(name: str) -> None:
         if layout == "transposed":
             hidden = hidden.T.contiguous().T
         args = (hidden, ids, weights, bank.gate_up, bank.down, name)
-        torch.library.opcheck(ops.experts.default, args, bank.kwargs)
+        opcheck(ops.experts.default, args, bank.kwargs)
         out = torch.zeros(m, 64, dtype=hidden.dtype)
-        torch.library.opcheck(ops.experts_out.default, args, {**bank.kwargs, "out": out})
+        opcheck(ops.experts_out.default, args, {**bank.kwargs, "out": out})
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck_conversions(name: str) -> None:
     w = torch.randn(2, 6, 64)
-    torch.library.opcheck(ops.quantize.default, (w, name), {})
-    torch.library.opcheck(ops.dequantize.default, (ops.quantize(w, name), name), {"dtype": torch.bfloat16})
+    # quantize's result may hold float8, which test_schema cannot compare either.
+    if not any(p.dtype == torch.float8_e4m3fn for p in ops.quantize(w, name)):
+        opcheck(ops.quantize.default, (w, name), {})
+    else:
+        tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+        torch.library.opcheck(ops.quantize.default, (w, name), {}, test_utils=tests)
+    opcheck(ops.dequantize.default, (ops.quantize(w, name), name), {"dtype": torch.bfloat16})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -90,9 +105,10 @@ def test_fake_metadata_is_the_real_one(name: str) -> None:
         ]
         for view in layouts:
             m = view.shape[0]
-            real = bank(view, ids[:m], weights[:m])
+            inputs = view, ids[:m], weights[:m]
+            real = bank(*inputs)
             with FakeTensorMode() as mode:
-                args = [mode.from_tensor(t) for t in (view, ids[:m], weights[:m])]
+                args = [mode.from_tensor(t) for t in inputs]
                 parts = [[mode.from_tensor(t) for t in p] for p in (bank.gate_up, bank.down)]
                 fake = ops.experts(*args, *parts, name)
             same = ("shape", "dtype", "device")
@@ -174,9 +190,7 @@ def test_twelve_layers_one_graph() -> None:
 def test_the_bank_passed_is_the_bank_used() -> None:
     """OP-04: after swapping banks, and after writing into one, the compiled function uses the new weights."""
     a, b = make_bank("bf16", 4, 32, 32, seed=1), make_bank("bf16", 4, 32, 32, seed=2)
-    compiled = torch.compile(
-        lambda args, up, down: ops.experts(*args, up, down, "bf16") * 1.0, fullgraph=True, dynamic=False
-    )
+    compiled = torch.compile(lambda args, up, down: ops.experts(*args, up, down, "bf16") * 1.0, fullgraph=True, dynamic=False)
     args = make_inputs(3, 32, 2, 4)
     for bank in (a, b, a):
         assert_bits(compiled(args, bank.gate_up, bank.down), bank(*args))
@@ -232,11 +246,9 @@ def test_autocast_and_inference_mode() -> None:
 def test_compiled_errors_are_the_eager_ones() -> None:
     bank = make_bank("bf16", 4, 32, 32)
     hidden, ids, weights = make_inputs(3, 32, 2, 4)
-    compiled = torch.compile(
-        lambda h, i, w: ops.experts(h, i, w, bank.gate_up, bank.down, "bf16"), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda h, i, w: ops.experts(h, i, w, bank.gate_up, bank.down, "bf16"), fullgraph=True, backend="aot_eager")
     compiled(hidden, ids, weights)
-    with pytest.raises(IndexError, match=r"topk_ids.*99"):
+    with pytest.raises(IndexError, match=r"topk_ids.*(99|10\d)"):
         compiled(hidden, ids + 99, weights)
     with pytest.raises(Exception, match="topk_weights"):
         compiled(hidden, ids, weights[:, :1])

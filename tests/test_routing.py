@@ -201,12 +201,14 @@ def test_groups_of_every_size(tier: str) -> None:
         bank.check(hidden, ids, torch.ones(ids.shape[0], 1), what=f"{name} on {tier}")
 
 
-def test_hidden_is_not_written() -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_inputs_are_not_written(name: str) -> None:
     """Inputs keep their bits: the operator is functional."""
-    bank = make_bank("q4_0", 3, 64, 64, bias=True)
+    bank = make_bank(name, 3, 64, 64, bias=True)
     args = make_inputs(5, 64, 2, 3)
     every = [*args, *bank.gate_up, *bank.down, bank.kwargs["gate_up_bias"], bank.kwargs["down_bias"]]
     before = [t.clone() for t in every]
     bank(*args)
+    ops.dequantize(bank.down, bank.fmt.name, dtype=torch.float32)
     for t, b in zip(every, before, strict=True):
         assert_bits(t, b)

@@ -105,9 +105,7 @@ def _warnings(facts: dict[str, Any]) -> Iterator[str]:
     if len(allowed) == 1 and (cpu["online"] or 1) > 1:
         suspects = [f"{name}={environment[name]}" for name in AFFINITY_VARIABLES if name in environment]
         cause = f" ({', '.join(suspects)} may have done that)" if suspects else ""
-        yield (
-            f"this process may run on CPU {allowed[0]} only, of {cpu['online']}{cause}: one thread will do all the work"
-        )
+        yield (f"this process may run on CPU {allowed[0]} only, of {cpu['online']}{cause}: one thread will do all the work")
     if cpu["quota"] is not None and cpu["quota"] < 1.0:
         yield f"the cgroup allows {cpu['quota']:.2f} CPUs: even one thread will be stopped now and then"
     if facts["huge_pages"]["transparent"] == "never":
@@ -150,7 +148,10 @@ def text(facts: dict[str, Any]) -> str:
         ("huge pages", f"transparent: {pages['transparent'] or 'unknown'}; reserved: {reserved or 'none'}"),
     ]
     rows += [
-        (f"NUMA node {node['node']}", f"CPUs {node['cpus'] or 'none'}, {_size(node['free_bytes'])} free of {_size(node['total_bytes'])}")
+        (
+            f"NUMA node {node['node']}",
+            f"CPUs {node['cpus'] or 'none'}, {_size(node['free_bytes'])} free of {_size(node['total_bytes'])}",
+        )
         for node in facts["numa_nodes"]
     ]
     rows.append(("environment", " ".join(f"{k}={v}" for k, v in facts["environment"].items()) or "nothing set"))

@@ -1,4 +1,5 @@
-// Decode and encode of whole rows in plain C++: for quantize, dequantize, and the rare rows that need IEEE arithmetic throughout.
+// Decode and encode of whole rows in plain C++: for quantize, dequantize, and the rare rows that need IEEE arithmetic
+// throughout.
 #include <algorithm>
 #include <cmath>
 #include <vector>

@@ -1,5 +1,5 @@
-// ds_fp4: DeepSeek's FP4 experts. Weights exactly as mxfp4 (packed u8 [E, R, C/2], E8M0 scale u8 [E, R, C/32]); the activation
-// entering a projection is first rounded to FP8, as DeepSeek's act_quant does with its power-of-two scales:
+// ds_fp4: DeepSeek's FP4 experts. Weights exactly as mxfp4 (packed u8 [E, R, C/2], E8M0 scale u8 [E, R, C/32]); the
+// activation entering a projection is first rounded to FP8, as DeepSeek's act_quant does with its power-of-two scales:
 // per 128 values amax = max(|x|, 1e-4), s = 2^ceil(log2(amax / 448)), x' = e4m3(clamp(x / s, +-448)) * s.
 // An E4M3 value keeps all its bits in the int16 planes down to 2^-12 of its block's amax (int16_planes.h).
 #pragma once

@@ -17,7 +17,8 @@ CPU_MOE_INLINE void e2m1_weights(const uint8_t* codes, V::Bytes table, V::I16* o
   out[3] = V::odd_bytes_x256(high);
 }
 
-// |sum| <= 12 * 256 * 32768 * 8 products a lane < 2^30; with activations q * 2^(e-14) held as scale 2^(e-1) the unit is 2^-13 / 512.
+// |sum| <= 12 * 256 * 32768 * 8 products a lane < 2^30; with activations q * 2^(e-14) held as scale 2^(e-1) the unit is
+// 2^-13 / 512.
 constexpr float kE2m1Unit = 0x1p-22f;
 
 }  // namespace cpu_moe::CPU_MOE_TIER

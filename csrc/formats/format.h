@@ -1,4 +1,5 @@
-// What the rest of the library knows of a weight format: its description (registry.cpp) and its kernels (one table a tier).
+// What the rest of the library knows of a weight format: its description (registry.cpp) and its kernels (one table a
+// tier).
 #pragma once
 
 #include <cstddef>
@@ -43,16 +44,17 @@ struct Weight {
   int64_t rows = 0;
   int64_t cols = 0;
   const uint8_t* part[kMaxParts] = {};
-  int64_t expert_stride[kMaxParts] = {};              // bytes
-  DType dtype[kMaxParts] = {};                        // of each part
-  int64_t row_stride[kMaxParts] = {};                 // bytes; only any_strides parts differ from contiguous
-  int64_t col_stride[kMaxParts] = {};                 // bytes
+  int64_t expert_stride[kMaxParts] = {};  // bytes
+  DType dtype[kMaxParts] = {};            // of each part
+  int64_t row_stride[kMaxParts] = {};     // bytes; only any_strides parts differ from contiguous
+  int64_t col_stride[kMaxParts] = {};     // bytes
   const uint8_t* row(int p, int64_t expert, int64_t r) const {
     return part[p] + expert * expert_stride[p] + r * row_stride[p];
   }
 };
 
-// The weights that follow in memory order after a run of rows: what to prefetch once the run's own bytes are on their way.
+// The weights that follow in memory order after a run of rows: what to prefetch once the run's own bytes are on their
+// way.
 struct Ahead {
   const Weight* weight = nullptr;  // null: nothing known
   int64_t expert = 0;
@@ -60,7 +62,8 @@ struct Ahead {
 };
 
 // A token's activations as a kernel wants them: a "plane" begins with this header, the format's own layout follows.
-// A token has one plane, or two where the second carries what the first's 16-bit integers could not hold (see int16_planes.h).
+// A token has one plane, or two where the second carries what the first's 16-bit integers could not hold (see
+// int16_planes.h).
 struct PlaneHeader {
   double rescale = 1.0;  // multiplies the result, for formats with a second weight scale
   float unit = 1.0f;     // multiplies (weight scale * activation scale)
@@ -85,10 +88,11 @@ enum class Activation : uint8_t { kSilu, kGelu, kGeluTanh, kRelu2, kSwigluOai, k
 struct TierKernels {
   const FormatKernels* formats;  // in registry() order
   // out[i] = activation(gate[i]) * up[i]; limit is infinity for none.
-  void (*glu)(Activation activation, float alpha, float limit, const float* gate, const float* up, int64_t n, float* out);
+  void (*glu)(Activation activation, float alpha, float limit, const float* gate, const float* up, int64_t n,
+              float* out);
   // out[i] = sum over s of weight[s] * part[s][i], in the order of s.
   void (*combine)(const float* const* part, const float* weight, int64_t count, int64_t n, float* out);
-  void (*load)(DType from, const void* in, int64_t n, float* out);   // f32, f16, bf16, contiguous
+  void (*load)(DType from, const void* in, int64_t n, float* out);  // f32, f16, bf16, contiguous
   void (*store)(DType to, const float* in, int64_t n, void* out);
   uint64_t (*stream_read)(const void* data, int64_t bytes, int variant);
 };

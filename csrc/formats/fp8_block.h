@@ -1,18 +1,19 @@
 // fp8_block: DeepSeek's block FP8. e4m3 [E, R, C]; scale f32 or bf16 [E, ceil(R/128), ceil(C/128)], any strides.
 // weight = e4m3(code) * scale of its 128x128 block; 0x7F and 0xFF are NaN.
 //
-// A code becomes bf16 bits of value * 2^-120 with a shift and a mask (V::e4m3_to_bf16), subnormals included, and those are half of
-// a float32. Activations of each 128 columns are held times 2^(120-e), amax in [2^e, 2^(e+1)): products come out as
-// value * x * 2^-e, which no finite input can push out of float32's range, and a block's sum is multiplied by scale * 2^e.
-// Error: float32 products and sums. A NaN code would read as 480: the largest code of a row is kept instead of testing each.
+// A code becomes bf16 bits of value * 2^-120 with a shift and a mask (V::e4m3_to_bf16), subnormals included, and those
+// are half of a float32. Activations of each 128 columns are held times 2^(120-e), amax in [2^e, 2^(e+1)): products
+// come out as value * x * 2^-e, which no finite input can push out of float32's range, and a block's sum is multiplied
+// by scale * 2^e. Error: float32 products and sums. A NaN code would read as 480: the largest code of a row is kept
+// instead of testing each.
 #pragma once
 
 namespace cpu_moe::CPU_MOE_TIER {
 
 struct Fp8BlockKernel {
   static constexpr int kBlock = 128;
-  static constexpr int kStep = V::kBytes;             // weights, a byte each
-  static constexpr int kSteps = kBlock / kStep;       // per block
+  static constexpr int kStep = V::kBytes;        // weights, a byte each
+  static constexpr int kSteps = kBlock / kStep;  // per block
 
   static int64_t blocks(int64_t cols) { return (cols + kBlock - 1) / kBlock; }
   static int64_t scale_offset(int64_t cols) { return blocks(cols) * kBlock * 4; }

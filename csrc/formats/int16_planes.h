@@ -1,13 +1,14 @@
 // The skeleton of the 4-bit formats: exact integer dot products with 16-bit activations.
 //
-// Activations are cut into the format's blocks. A block with amax in [2^e, 2^(e+1)) is stored as q = rint(x * 2^(14-e)), an int16,
-// and the scale 2^(e-1). So |x - q * 2^(e-14)| <= 2^(e-15) <= 2^-15 * amax(block), and every bf16 value down to amax / 2^7
-// is exact. Where that is too coarse - a quarter or more of a block's non-zero values are inexact and below amax / 2^10, that is, an
-// outlier hides its neighbours - the token gets a second plane with the remainders, 15 bits further down, and the two results
-// are added: the error is then <= 2^-30 * amax.
+// Activations are cut into the format's blocks. A block with amax in [2^e, 2^(e+1)) is stored as q = rint(x *
+// 2^(14-e)), an int16, and the scale 2^(e-1). So |x - q * 2^(e-14)| <= 2^(e-15) <= 2^-15 * amax(block), and every bf16
+// value down to amax / 2^7 is exact. Where that is too coarse - a quarter or more of a block's non-zero values are
+// inexact and below amax / 2^10, that is, an outlier hides its neighbours - the token gets a second plane with the
+// remainders, 15 bits further down, and the two results are added: the error is then <= 2^-30 * amax.
 //
-// A weight of the format is an integer w (|w| * 32768 * 16 must fit 31 bits) times its block's scale. A block's products are
-// summed in int32, exactly, then converted once and multiplied by (weight scale * activation scale * unit).
+// A weight of the format is an integer w (|w| * 32768 * 16 must fit 31 bits) times its block's scale. A block's
+// products are summed in int32, exactly, then converted once and multiplied by (weight scale * activation scale *
+// unit).
 //
 // Layout of a plane's body: int16 q, in steps of 2 * kBytes weights, each step as four vectors in the order in
 // which the weights come out of their bytes; then float scales, a slot per block; then, for formats with an offset, one
@@ -35,9 +36,9 @@ class TailBytes {
 template <class Format>
 struct Int16Kernel {
   static constexpr int kBlock = Format::kBlock;
-  static constexpr int kStep = 2 * V::kBytes;           // weights per step: kBytes bytes of nibbles
-  static constexpr int kSteps = kBlock / 8;             // steps per group
-  static constexpr int kGroup = kStep * kSteps;         // weights per group: kLanes blocks, one vector of scales
+  static constexpr int kStep = 2 * V::kBytes;    // weights per step: kBytes bytes of nibbles
+  static constexpr int kSteps = kBlock / 8;      // steps per group
+  static constexpr int kGroup = kStep * kSteps;  // weights per group: kLanes blocks, one vector of scales
   static_assert(kGroup == V::kLanes * kBlock);
 
   static int64_t padded(int64_t cols) { return round_up(cols, kGroup); }
@@ -134,8 +135,8 @@ struct Int16Kernel {
     return 2;
   }
 
-  // ggml's Q8_0: d = amax / 127 kept as f16, q = round(x / d) with the unrounded d. Where d does not fit f16, ggml's result is
-  // infinite; here it stays float32.
+  // ggml's Q8_0: d = amax / 127 kept as f16, q = round(x / d) with the unrounded d. Where d does not fit f16, ggml's
+  // result is infinite; here it stays float32.
   static void put_block_q8_0(uint8_t* plane, int64_t cols, int64_t block, const float* x) {
     const float amax = std::bit_cast<float>(max_magnitude_bits(x, kBlock));
     const float d = amax / 127.0f;
@@ -162,9 +163,12 @@ struct Int16Kernel {
     if (bits == 0) return 0;
     return bits >> 23 ? static_cast<int>(bits >> 23) - 127 : 31 - std::countl_zero(bits) - 149;
   }
-  static float scale_of(int e) { return e < -149 ? 0.0f : e > 127 ? std::numeric_limits<float>::infinity() : exp2_float(e); }
+  static float scale_of(int e) {
+    return e < -149 ? 0.0f : e > 127 ? std::numeric_limits<float>::infinity() : exp2_float(e);
+  }
 
-  // scaled = x * 2^(14-e), q = rint(scaled) saturated to 32767. True when a quarter of the non-zero values are small and inexact.
+  // scaled = x * 2^(14-e), q = rint(scaled) saturated to 32767. True when a quarter of the non-zero values are small
+  // and inexact.
   static bool quantize(const float* x, int e, float* scaled, int32_t* q) {
     const int first = std::min(14 - e, 100);  // 2^(14-e) itself may be out of range
     const auto m1 = V::set(exp2_float(first)), m2 = V::set(exp2_float(14 - e - first));
@@ -223,8 +227,8 @@ struct Int16Kernel {
 
   template <int N, int Steps>
   static CPU_MOE_INLINE void group(typename Format::Row& row, int64_t weight_group, const int16_t* const* q,
-                                   const float* const* scale, const int32_t* const* start, const V::F32* unit, int64_t g,
-                                   V::F32* sum) {
+                                   const float* const* scale, const int32_t* const* start, const V::F32* unit,
+                                   int64_t g, V::F32* sum) {
     const V::F32 weight_scale = row.scales(weight_group);
     V::F32 scales[N];
     for (int n = 0; n < N; ++n) {
@@ -242,7 +246,8 @@ struct Int16Kernel {
       const int64_t step = g * kSteps + K;
       for (int n = 0; n < N; ++n) {
         const int16_t* x = q[n] + step * kStep;
-        const V::I32 a = V::add(V::pair_dot(weights[0], V::load_i16(x)), V::pair_dot(weights[1], V::load_i16(x + kStep / 4)));
+        const V::I32 a =
+            V::add(V::pair_dot(weights[0], V::load_i16(x)), V::pair_dot(weights[1], V::load_i16(x + kStep / 4)));
         V::I32 b = V::add(V::pair_dot(weights[2], V::load_i16(x + kStep / 2)),
                           V::pair_dot(weights[3], V::load_i16(x + 3 * kStep / 4)));
         if constexpr (Format::kOffset != 0) b = V::add(b, V::load_i32(start[n] + step * V::kLanes));

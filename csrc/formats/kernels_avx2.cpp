@@ -7,6 +7,7 @@
 #define CPU_MOE_TIER avx2
 CPU_MOE_TARGET_BEGIN("avx2,fma,f16c")
 #include "../simd/avx2.h"
+
 #include "tier_kernels.h"
 CPU_MOE_TARGET_END
 #endif

@@ -3,4 +3,5 @@
 
 #define CPU_MOE_TIER scalar
 #include "../simd/scalar.h"
+
 #include "tier_kernels.h"

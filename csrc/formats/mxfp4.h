@@ -1,6 +1,7 @@
 // mxfp4: OCP Microscaling MXFP4. packed u8 [E, R, C/2], scale u8 (E8M0) [E, R, C/32].
-// A row is C/2 bytes of E2M1 codes (e2m1.h) and C/32 bytes of scales; weight = e2m1(code) * 2^(scale - 127), scale 255 is NaN.
-// Products are exact integers; error: int16_planes.h's rounding of activations, and float32 sums over C/32 blocks.
+// A row is C/2 bytes of E2M1 codes (e2m1.h) and C/32 bytes of scales; weight = e2m1(code) * 2^(scale - 127), scale 255
+// is NaN. Products are exact integers; error: int16_planes.h's rounding of activations, and float32 sums over C/32
+// blocks.
 #pragma once
 
 namespace cpu_moe::CPU_MOE_TIER {

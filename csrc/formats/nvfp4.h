@@ -1,7 +1,7 @@
 // nvfp4: NVIDIA's NVFP4. packed u8 [E, R, C/2]; scale e4m3 [E, R, C/16]; global f32 [E, R].
-// A row is C/2 bytes of E2M1 codes (e2m1.h) and C/16 E4M3 scales; weight = e2m1(code) * e4m3(scale) * global of the row. Scales are
-// signed as they stand; 0x7F and 0xFF are NaN.
-// Products are exact integers; error: int16_planes.h's rounding of activations, and float32 sums over C/16 blocks.
+// A row is C/2 bytes of E2M1 codes (e2m1.h) and C/16 E4M3 scales; weight = e2m1(code) * e4m3(scale) * global of the
+// row. Scales are signed as they stand; 0x7F and 0xFF are NaN. Products are exact integers; error: int16_planes.h's
+// rounding of activations, and float32 sums over C/16 blocks.
 #pragma once
 
 namespace cpu_moe::CPU_MOE_TIER {
@@ -31,8 +31,8 @@ struct Nvfp4 {
       const V::I32 magnitude = V::bit_and(code, V::set_i32(0x7F));
       largest_ = V::max(largest_, magnitude);
       // sign and magnitude moved to float32's places; 2^120 makes up for the exponent bias, exactly
-      const V::I32 bits = V::add(V::template shift_left<20>(magnitude),
-                                 V::template shift_left<31>(V::template shift_right<7>(code)));
+      const V::I32 bits =
+          V::add(V::template shift_left<20>(magnitude), V::template shift_left<31>(V::template shift_right<7>(code)));
       return V::mul(V::as_f32(bits), V::set(0x1p120f));
     }
     CPU_MOE_INLINE void prefetch_scales() const { V::prefetch(scales_ + kPrefetchBytes / 8); }

@@ -6,9 +6,7 @@ namespace cpu_moe::CPU_MOE_TIER {
 
 constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-CPU_MOE_INLINE const PlaneHeader& header(const uint8_t* plane) {
-  return *reinterpret_cast<const PlaneHeader*>(plane);
-}
+CPU_MOE_INLINE const PlaneHeader& header(const uint8_t* plane) { return *reinterpret_cast<const PlaneHeader*>(plane); }
 CPU_MOE_INLINE const uint8_t* body(const uint8_t* plane) { return plane + kPlaneHeaderBytes; }
 CPU_MOE_INLINE uint8_t* body(uint8_t* plane) { return plane + kPlaneHeaderBytes; }
 
@@ -42,8 +40,8 @@ inline float dot_raw(const Weight& w, int64_t expert, int64_t row, const uint8_t
 constexpr int64_t kPrefetchBytes = 4096;
 
 // Where to prefetch while row `r` of a run of `rows` is read: kPrefetchBytes on, in the run or in what follows it.
-CPU_MOE_INLINE const uint8_t* prefetch_base(const Weight& w, int part, int64_t expert, int64_t row0, int64_t rows, int64_t r,
-                                            const Ahead& ahead) {
+CPU_MOE_INLINE const uint8_t* prefetch_base(const Weight& w, int part, int64_t expert, int64_t row0, int64_t rows,
+                                            int64_t r, const Ahead& ahead) {
   const int64_t row_bytes = w.row_stride[part];
   const uint8_t* here = w.row(part, expert, row0 + r) + kPrefetchBytes;
   const int64_t past_end = (r * row_bytes + kPrefetchBytes) - rows * row_bytes;
@@ -54,8 +52,8 @@ CPU_MOE_INLINE const uint8_t* prefetch_base(const Weight& w, int part, int64_t e
 // Runs Kernel::dot<N> over the planes, N of them at a time so that a decoded weight serves N tokens from registers. The
 // arithmetic per plane is the same for every N: results do not depend on which tokens share a call.
 template <class Kernel>
-inline void dot_planes(const Weight& w, int64_t expert, int64_t row0, int64_t rows, const uint8_t* const* planes, int64_t count,
-                float* out, int64_t out_stride, const Ahead& ahead) {
+inline void dot_planes(const Weight& w, int64_t expert, int64_t row0, int64_t rows, const uint8_t* const* planes,
+                       int64_t count, float* out, int64_t out_stride, const Ahead& ahead) {
   const Ahead none;
   std::vector<float> decoded;
   int64_t p = 0;

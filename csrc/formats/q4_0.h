@@ -1,7 +1,7 @@
-// q4_0: GGUF Q4_0. u8 [E, R, C/32*18]: blocks of 18 bytes, f16 d then 16 bytes; byte j holds elements j (low nibble) and
-// j + 16 (high nibble); weight = (nibble - 8) * d.
-// The sums start from -8 * (sum of the block's activations), so nibbles enter as they are, unsigned.
-// Products are exact integers; error: int16_planes.h's rounding of activations, and float32 sums over C/32 blocks.
+// q4_0: GGUF Q4_0. u8 [E, R, C/32*18]: blocks of 18 bytes, f16 d then 16 bytes; byte j holds elements j (low nibble)
+// and j + 16 (high nibble); weight = (nibble - 8) * d. The sums start from -8 * (sum of the block's activations), so
+// nibbles enter as they are, unsigned. Products are exact integers; error: int16_planes.h's rounding of activations,
+// and float32 sums over C/32 blocks.
 #pragma once
 
 namespace cpu_moe::CPU_MOE_TIER {

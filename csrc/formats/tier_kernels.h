@@ -1,7 +1,7 @@
-// Everything that is compiled once per tier. A tier's translation unit defines CPU_MOE_TIER, opens its target region, includes its
-// vocabulary and then this file.
+// Everything that is compiled once per tier. A tier's translation unit defines CPU_MOE_TIER, opens its target region,
+// includes its vocabulary and then this file.
+// clang-format off: the order matters, skeletons before formats
 #include "planes.h"
-// the order matters: skeletons before formats
 #include "int16_planes.h"
 #include "e2m1.h"
 #include "mxfp4.h"
@@ -11,20 +11,16 @@
 #include "q4_0.h"
 #include "dense.h"
 #include "../simd/math.h"
+// clang-format on
 
 namespace cpu_moe::CPU_MOE_TIER {
 namespace {
 
 // In registry() order.
 constexpr FormatKernels kFormats[] = {
-    kernels_of<DenseKernel<Bf16>>(),
-    kernels_of<DenseKernel<F16>>(),
-    kernels_of<DenseKernel<F32>>(),
-    kernels_of<Int16Kernel<Mxfp4>>(),
-    kernels_of<Int16Kernel<Nvfp4>>(),
-    kernels_of<DsFp4Kernel>(),
-    kernels_of<Fp8BlockKernel>(),
-    kernels_of<Int16Kernel<Q4_0>>(),
+    kernels_of<DenseKernel<Bf16>>(),  kernels_of<DenseKernel<F16>>(),   kernels_of<DenseKernel<F32>>(),
+    kernels_of<Int16Kernel<Mxfp4>>(), kernels_of<Int16Kernel<Nvfp4>>(), kernels_of<DsFp4Kernel>(),
+    kernels_of<Fp8BlockKernel>(),     kernels_of<Int16Kernel<Q4_0>>(),
 };
 
 void combine(const float* const* part, const float* weight, int64_t count, int64_t n, float* out) {
@@ -77,8 +73,8 @@ void store(DType to, const float* in, int64_t n, void* out) {
   }
 }
 
-// The plain read that bounds every kernel: four vectors at a time, summed. The variants differ in how far they prefetch; a
-// benchmark takes the fastest.
+// The plain read that bounds every kernel: four vectors at a time, summed. The variants differ in how far they
+// prefetch; a benchmark takes the fastest.
 template <int64_t Prefetch>
 V::I32 read_all(const uint8_t* p, int64_t bytes) {
   constexpr int64_t kChunk = V::kBytes < 32 ? 64 : 4 * V::kBytes;

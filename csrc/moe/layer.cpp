@@ -14,13 +14,14 @@
 namespace cpu_moe {
 namespace {
 
-// Scratch of one round of tokens. Large enough that an expert's weights are read once for many tokens, small beside any bank.
+// Scratch of one round of tokens. Large enough that an expert's weights are read once for many tokens, small beside any
+// bank.
 constexpr int64_t kScratchBytes = int64_t{96} << 20;
 // What a thread keeps between calls, so that decode allocates nothing.
 constexpr int64_t kKeepBytes = int64_t{16} << 20;
 
-// Weight bytes of a work item. Small: the last item of a phase is what the other threads wait for (16 KiB are ~1 us). Large: a
-// tile's prefetches run on past its end.
+// Weight bytes of a work item. Small: the last item of a phase is what the other threads wait for (16 KiB are ~1 us).
+// Large: a tile's prefetches run on past its end.
 constexpr int64_t kTileBytes = 32 << 10;
 constexpr int64_t kMaxTileRows = 64;
 // Planes computed per pass over a tile, which bounds the result buffer on the stack.
@@ -161,7 +162,8 @@ class Round {
 
   // The planes of a group's routes in order; owner[p] is the route (within the group) that plane p belongs to.
   template <class PlaneOf>
-  void list_planes(const Group& group, PlaneOf plane_of, std::vector<const uint8_t*>& planes, std::vector<int32_t>& owner) {
+  void list_planes(const Group& group, PlaneOf plane_of, std::vector<const uint8_t*>& planes,
+                   std::vector<int32_t>& owner) {
     planes.clear();
     owner.clear();
     for (int64_t i = 0; i < group.count; ++i) {
@@ -190,7 +192,8 @@ class Round {
   // As many planes from `begin` as fit a pass without parting a route's two.
   static int64_t pass_end(const std::vector<int32_t>& owner, int64_t begin) {
     int64_t end = std::min<int64_t>(begin + kMaxPlanes, static_cast<int64_t>(owner.size()));
-    if (end < static_cast<int64_t>(owner.size()) && owner[static_cast<size_t>(end)] == owner[static_cast<size_t>(end - 1)]) {
+    if (end < static_cast<int64_t>(owner.size()) &&
+        owner[static_cast<size_t>(end)] == owner[static_cast<size_t>(end - 1)]) {
       --end;
     }
     return end;
@@ -223,12 +226,12 @@ class Round {
     for (int64_t begin = 0; begin < static_cast<int64_t>(planes.size());) {
       const int64_t end = pass_end(owner, begin);
       if (call_.interleaved) {
-        gate_up_.dot(call_.gate_up, group.expert, 2 * i0, 2 * n, &planes[static_cast<size_t>(begin)], end - begin, results,
-                     stride, next);
+        gate_up_.dot(call_.gate_up, group.expert, 2 * i0, 2 * n, &planes[static_cast<size_t>(begin)], end - begin,
+                     results, stride, next);
       } else {
         const Ahead up = {&call_.gate_up, group.expert, call_.intermediate + i0};
-        gate_up_.dot(call_.gate_up, group.expert, i0, n, &planes[static_cast<size_t>(begin)], end - begin, results, stride,
-                     up);
+        gate_up_.dot(call_.gate_up, group.expert, i0, n, &planes[static_cast<size_t>(begin)], end - begin, results,
+                     stride, up);
         gate_up_.dot(call_.gate_up, group.expert, call_.intermediate + i0, n, &planes[static_cast<size_t>(begin)],
                      end - begin, results + n, stride, next);
       }
@@ -312,10 +315,10 @@ class Round {
   const int64_t route_count_, group_count_;
   const int64_t input_plane_bytes_, middle_plane_bytes_;
   const Tiling gate_up_tiles_, down_tiles_;
-  uint8_t* input_;      // [tokens][2 planes]
-  uint8_t* middle_;     // [routes][2 planes]
-  float* activated_;    // [routes][padded I]
-  float* partial_;      // [routes][padded H]
+  uint8_t* input_;    // [tokens][2 planes]
+  uint8_t* middle_;   // [routes][2 planes]
+  float* activated_;  // [routes][padded I]
+  float* partial_;    // [routes][padded H]
   std::vector<int> input_planes_, middle_planes_;
   sys::WorkRanges prepare_work_, gate_up_work_, middle_work_, down_work_, combine_work_;
 };
@@ -327,7 +330,8 @@ void run_experts(const Experts& call) {
   const TierKernels& tier = active_kernels();
   const int threads = sys::thread_count();
   const int64_t per_token = Round::bytes_per_token(call, tier);
-  const int64_t per_round = std::max<int64_t>(1, std::min(call.tokens, kScratchBytes / std::max<int64_t>(per_token, 1)));
+  const int64_t per_round =
+      std::max<int64_t>(1, std::min(call.tokens, kScratchBytes / std::max<int64_t>(per_token, 1)));
   thread_local Scratch scratch;
   thread_local Routes routes;
   uint8_t* memory = scratch.reserve(per_round * per_token);

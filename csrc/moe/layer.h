@@ -17,7 +17,7 @@ struct View2D {
 
 struct Experts {
   int64_t tokens = 0, top_k = 0, experts = 0, hidden = 0, intermediate = 0;  // M, k, E, H, I
-  View2D input;         // [M, H]: f32, f16, bf16
+  View2D input;                                                              // [M, H]: f32, f16, bf16
   View2D ids;           // [M, k]: i32, i64, all < experts; negative: skipped
   View2D route_weight;  // [M, k]: f32, f16, bf16, f64
   Weight gate_up, down;
@@ -32,9 +32,9 @@ struct Experts {
   int64_t output_stride = 0;  // bytes
 };
 
-// Computes the layer on the pool. A token's bits depend on nothing but its own row, ids and weights. Scratch memory is bounded (see
-// kScratchBytes in layer.cpp): larger calls go in several rounds of tokens. Throws std::bad_alloc with the output untouched
-// or holding whole tokens only.
+// Computes the layer on the pool. A token's bits depend on nothing but its own row, ids and weights. Scratch memory is
+// bounded (see kScratchBytes in layer.cpp): larger calls go in several rounds of tokens. Throws std::bad_alloc with the
+// output untouched or holding whole tokens only.
 void run_experts(const Experts& call);
 
 }  // namespace cpu_moe

@@ -10,10 +10,14 @@ constexpr struct {
   ScalarType scalar_type;
   const char* name;
 } kDTypes[] = {
-    {DType::kF32, ScalarType::Float, "float32"},   {DType::kF16, ScalarType::Half, "float16"},
-    {DType::kBF16, ScalarType::BFloat16, "bfloat16"}, {DType::kF64, ScalarType::Double, "float64"},
-    {DType::kE4M3, ScalarType::Float8_e4m3fn, "float8_e4m3fn"}, {DType::kU8, ScalarType::Byte, "uint8"},
-    {DType::kI32, ScalarType::Int, "int32"},       {DType::kI64, ScalarType::Long, "int64"},
+    {DType::kF32, ScalarType::Float, "float32"},
+    {DType::kF16, ScalarType::Half, "float16"},
+    {DType::kBF16, ScalarType::BFloat16, "bfloat16"},
+    {DType::kF64, ScalarType::Double, "float64"},
+    {DType::kE4M3, ScalarType::Float8_e4m3fn, "float8_e4m3fn"},
+    {DType::kU8, ScalarType::Byte, "uint8"},
+    {DType::kI32, ScalarType::Int, "int32"},
+    {DType::kI64, ScalarType::Long, "int64"},
 };
 
 struct NamedActivation {
@@ -21,9 +25,8 @@ struct NamedActivation {
   Activation activation;
 };
 constexpr NamedActivation kActivations[] = {
-    {"silu", Activation::kSilu},   {"gelu", Activation::kGelu},
-    {"gelu_tanh", Activation::kGeluTanh}, {"relu2", Activation::kRelu2},
-    {"swigluoai", Activation::kSwigluOai}, {"swiglu_clamp", Activation::kSwigluClamp},
+    {"silu", Activation::kSilu},   {"gelu", Activation::kGelu},           {"gelu_tanh", Activation::kGeluTanh},
+    {"relu2", Activation::kRelu2}, {"swigluoai", Activation::kSwigluOai}, {"swiglu_clamp", Activation::kSwigluClamp},
 };
 
 std::string part_label(const char* argument, int p) { return std::string(argument) + "[" + std::to_string(p) + "]"; }
@@ -140,8 +143,8 @@ Logical logical_shape(TensorList parts, int format, const char* argument, const 
 
 Weight read_weight(TensorList parts, int format, const char* argument, const Logical& shape) {
   const FormatSpec& spec = registry()[static_cast<size_t>(format)];
-  TORCH_CHECK_VALUE(shape.cols % spec.block == 0, argument, ": format ", spec.name, " needs columns (", shape.col_letters,
-                    ") in blocks of ", spec.block, ", got ", shape.col_letters, " = ", shape.cols);
+  TORCH_CHECK_VALUE(shape.cols % spec.block == 0, argument, ": format ", spec.name, " needs columns (",
+                    shape.col_letters, ") in blocks of ", spec.block, ", got ", shape.col_letters, " = ", shape.cols);
   Weight w;
   w.format = format;
   w.rows = shape.rows;
@@ -157,8 +160,9 @@ Weight read_weight(TensorList parts, int format, const char* argument, const Log
       int64_t contiguous = 1;
       for (int64_t d = t.dim() - 1; d >= 1; --d) {
         TORCH_CHECK_VALUE(t.size(d) == 1 || t.stride(d) == contiguous, label, ": expected ", part.name,
-                          " contiguous within each expert (strides [any, ...] ending in ", contiguous, " at dimension ", d,
-                          "), got strides ", shape_text(t.strides()), "; call .contiguous() on it once, when loading");
+                          " contiguous within each expert (strides [any, ...] ending in ", contiguous, " at dimension ",
+                          d, "), got strides ", shape_text(t.strides()),
+                          "; call .contiguous() on it once, when loading");
         contiguous *= t.size(d);
       }
     }
@@ -185,7 +189,8 @@ std::vector<Tensor> allocate_parts(int format, int64_t experts, int64_t rows, in
 
 View2D view2d(const Tensor& t) {
   const int64_t size = t.element_size();
-  return {static_cast<const uint8_t*>(t.const_data_ptr()), dtype_of(t.scalar_type(), "tensor"),
+  return {static_cast<const uint8_t*>(t.const_data_ptr()),
+          dtype_of(t.scalar_type(), "tensor"),
           {t.stride(0) * size, t.stride(1) * size}};
 }
 

@@ -1,5 +1,5 @@
-// Checks of the operators' arguments, and the way from tensors to the plain structs of moe/. Every message names the argument,
-// says what came and what was expected; all of them are raised before anything is written.
+// Checks of the operators' arguments, and the way from tensors to the plain structs of moe/. Every message names the
+// argument, says what came and what was expected; all of them are raised before anything is written.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -43,8 +43,10 @@ struct Logical {
   const char* col_letters;
 };
 
-// The logical [E, R, C] that a bank's first part stands for; checks only that part's rank and dtype, and the parts' number.
-Logical logical_shape(TensorList parts, int format, const char* argument, const char* row_letters, const char* col_letters);
+// The logical [E, R, C] that a bank's first part stands for; checks only that part's rank and dtype, and the parts'
+// number.
+Logical logical_shape(TensorList parts, int format, const char* argument, const char* row_letters,
+                      const char* col_letters);
 
 // Checks every part of a projection against the format and fills a Weight that reads them in place.
 Weight read_weight(TensorList parts, int format, const char* argument, const Logical& shape);

@@ -1,10 +1,10 @@
 // quantize and dequantize.
 #include <ATen/ops/empty.h>
 
+#include "../moe/routes.h"
+#include "../simd/tier.h"
 #include "../system/pool.h"
 #include "../system/work.h"
-#include "../simd/tier.h"
-#include "../moe/routes.h"
 #include "checks.h"
 #include "ops.h"
 
@@ -55,8 +55,8 @@ std::vector<Tensor> quantize(const Tensor& weight, std::string_view format) {
   TORCH_CHECK_VALUE(weight.dim() == 3, "weight: expected shape [E, R, C], got ", shape_text(weight.sizes()));
   const int64_t experts = weight.size(0), rows = weight.size(1), cols = weight.size(2);
   const FormatSpec& spec = registry()[static_cast<size_t>(index)];
-  TORCH_CHECK_VALUE(cols % spec.block == 0, "weight: format ", spec.name, " needs columns (C) in blocks of ", spec.block,
-                    ", got C = ", cols);
+  TORCH_CHECK_VALUE(cols % spec.block == 0, "weight: format ", spec.name, " needs columns (C) in blocks of ",
+                    spec.block, ", got C = ", cols);
   std::vector<Tensor> parts = allocate_parts(index, experts, rows, cols);
   const Weight w = read_weight(parts, index, "weight", {experts, rows, cols, "R", "C"});
   const View2D from = {static_cast<const uint8_t*>(weight.const_data_ptr()), dtype_of(type, "weight"), {0, 0}};

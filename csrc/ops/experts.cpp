@@ -14,8 +14,9 @@ void check_float(const Tensor& t, const char* name, bool allow_f64) {
   const ScalarType type = t.scalar_type();
   TORCH_CHECK_TYPE(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16 ||
                        (allow_f64 && type == ScalarType::Double),
-                   name, ": expected dtype ", allow_f64 ? "float32, float16, bfloat16 or float64" : "float32, float16 or bfloat16",
-                   ", got ", c10::toString(type));
+                   name, ": expected dtype ",
+                   allow_f64 ? "float32, float16, bfloat16 or float64" : "float32, float16 or bfloat16", ", got ",
+                   c10::toString(type));
 }
 
 View2D read_bias(const std::optional<Tensor>& bias, const char* name, int64_t experts, int64_t n, const char* letters) {
@@ -23,8 +24,8 @@ View2D read_bias(const std::optional<Tensor>& bias, const char* name, int64_t ex
   check_cpu(*bias, name);
   check_float(*bias, name, false);
   check_no_grad(*bias, name);
-  TORCH_CHECK_VALUE(bias->dim() == 2 && bias->size(0) == experts && bias->size(1) == n, name, ": expected shape [", experts,
-                    ", ", n, "] (E, ", letters, "), got ", shape_text(bias->sizes()));
+  TORCH_CHECK_VALUE(bias->dim() == 2 && bias->size(0) == experts && bias->size(1) == n, name, ": expected shape [",
+                    experts, ", ", n, "] (E, ", letters, "), got ", shape_text(bias->sizes()));
   return view2d(*bias);
 }
 
@@ -69,8 +70,8 @@ static Experts check_call(const Tensor& hidden, const Tensor& topk_ids, const Te
   call.precision = parse_precision(precision);
   const bool clamps = call.activation == Activation::kSwigluOai || call.activation == Activation::kSwigluClamp;
   if (limit.has_value()) {
-    TORCH_CHECK_VALUE(clamps, "limit: activation '", activation, "' takes no limit (swigluoai and swiglu_clamp do), got ",
-                      *limit);
+    TORCH_CHECK_VALUE(clamps, "limit: activation '", activation,
+                      "' takes no limit (swigluoai and swiglu_clamp do), got ", *limit);
     TORCH_CHECK_VALUE(*limit > 0, "limit: expected a number above 0, or None for no clamp, got ", *limit);
     call.limit = static_cast<float>(*limit);
   }
@@ -97,9 +98,10 @@ static Experts check_call(const Tensor& hidden, const Tensor& topk_ids, const Te
   call.down_bias = read_bias(down_bias, "down_bias", call.experts, call.hidden, "H");
   call.interleaved = interleaved;
   call.weight_on_input = weight_on_input;
-  TORCH_CHECK_VALUE(!weight_on_input || call.top_k == 1,
-                    "apply_router_weight_on_input: expected k = 1, since one input serves all of a token's experts; got k = ",
-                    call.top_k);
+  TORCH_CHECK_VALUE(
+      !weight_on_input || call.top_k == 1,
+      "apply_router_weight_on_input: expected k = 1, since one input serves all of a token's experts; got k = ",
+      call.top_k);
   call.input = view2d(hidden);
   call.ids = view2d(topk_ids);
   call.route_weight = view2d(topk_weights);
@@ -107,8 +109,8 @@ static Experts check_call(const Tensor& hidden, const Tensor& topk_ids, const Te
   return call;
 }
 
-Tensor experts(const Tensor& hidden, const Tensor& topk_ids, const Tensor& topk_weights, TensorList gate_up, TensorList down,
-               std::string_view format, std::optional<std::string_view> down_format,
+Tensor experts(const Tensor& hidden, const Tensor& topk_ids, const Tensor& topk_weights, TensorList gate_up,
+               TensorList down, std::string_view format, std::optional<std::string_view> down_format,
                const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias,
                std::string_view activation, double alpha, std::optional<double> limit, bool interleaved,
                bool apply_router_weight_on_input, std::string_view precision) {

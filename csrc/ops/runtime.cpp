@@ -28,7 +28,8 @@ auto as_value_error(F f) {
 
 int64_t stream_read(const Tensor& data, int64_t variant) {
   check_cpu(data, "data");
-  TORCH_CHECK_VALUE(data.is_contiguous(), "data: expected a contiguous tensor, got strides ", shape_text(data.strides()));
+  TORCH_CHECK_VALUE(data.is_contiguous(), "data: expected a contiguous tensor, got strides ",
+                    shape_text(data.strides()));
   TORCH_CHECK_VALUE(variant >= 0 && variant < kStreamReadVariants, "variant: expected 0 to ", kStreamReadVariants - 1,
                     ", got ", variant);
   const TierKernels& tier = active_kernels();
@@ -93,7 +94,8 @@ std::string formats() {
       const PartSpec& part = f.parts[p];
       std::string dtypes = quoted(dtype_name(part.dtypes[0]));
       if (part.dtypes[1] != part.dtypes[0]) dtypes += ", " + quoted(dtype_name(part.dtypes[1]));
-      std::string shape = std::string("E, ") + (part.row_block == 1 ? "R" : "ceil(R/" + std::to_string(part.row_block) + ")");
+      std::string shape =
+          std::string("E, ") + (part.row_block == 1 ? "R" : "ceil(R/" + std::to_string(part.row_block) + ")");
       if (part.col_block != 0) {
         const bool exact = f.block % part.col_block == 0;
         const std::string cols = part.col_block == 1 ? "C"

@@ -14,9 +14,7 @@ struct V {
   using F32 = __m256;
 
   // --- bytes and nibbles -----------------------------------------------------------------------------------------
-  static CPU_MOE_INLINE Bytes load_bytes(const void* p) {
-    return _mm256_loadu_si256(static_cast<const __m256i*>(p));
-  }
+  static CPU_MOE_INLINE Bytes load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
   static CPU_MOE_INLINE Bytes load_blocks(const uint8_t* p, int64_t stride) {
     const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm256_inserti128_si256(_mm256_castsi128_si256(low),
@@ -31,9 +29,7 @@ struct V {
   }
   static CPU_MOE_INLINE Bytes lookup(Bytes table, Bytes index) { return _mm256_shuffle_epi8(table, index); }
   static CPU_MOE_INLINE Bytes zero_bytes() { return _mm256_setzero_si256(); }
-  static CPU_MOE_INLINE Bytes max_magnitude(Bytes m, Bytes v) {
-    return _mm256_max_epu8(m, _mm256_add_epi8(v, v));
-  }
+  static CPU_MOE_INLINE Bytes max_magnitude(Bytes m, Bytes v) { return _mm256_max_epu8(m, _mm256_add_epi8(v, v)); }
   static CPU_MOE_INLINE bool any_magnitude_127(Bytes m) {
     return _mm256_movemask_epi8(_mm256_cmpeq_epi8(m, _mm256_set1_epi8(static_cast<char>(0xFE)))) != 0;
   }
@@ -60,9 +56,7 @@ struct V {
   static CPU_MOE_INLINE I32 zero_i32() { return _mm256_setzero_si256(); }
   static CPU_MOE_INLINE I32 set_i32(int32_t v) { return _mm256_set1_epi32(v); }
   static CPU_MOE_INLINE I32 load_i32(const int32_t* p) { return load_bytes(p); }
-  static CPU_MOE_INLINE void store_i32(int32_t* p, I32 v) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v);
-  }
+  static CPU_MOE_INLINE void store_i32(int32_t* p, I32 v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
   static CPU_MOE_INLINE I32 add(I32 a, I32 b) { return _mm256_add_epi32(a, b); }
   static CPU_MOE_INLINE I32 sub(I32 a, I32 b) { return _mm256_sub_epi32(a, b); }
   static CPU_MOE_INLINE I32 max(I32 a, I32 b) { return _mm256_max_epi32(a, b); }
@@ -87,8 +81,7 @@ struct V {
     // In-lane order: see spread().
     const __m128i order = Block == 32 ? _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, -1, -1, -1, -1, -1, -1, -1, -1)
                                       : _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, -1, -1, -1, -1, -1, -1, -1, -1);
-    return _mm256_cvtepu8_epi32(
-        _mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), order));
+    return _mm256_cvtepu8_epi32(_mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), order));
   }
 
   // --- floats ----------------------------------------------------------------------------------------------------
@@ -126,8 +119,7 @@ struct V {
       std::memcpy(&bits, p + block * stride, 2);
       return static_cast<short>(bits);
     };
-    return _mm256_cvtph_ps(
-        _mm_setr_epi16(half(0), half(2), half(4), half(6), half(1), half(3), half(5), half(7)));
+    return _mm256_cvtph_ps(_mm_setr_epi16(half(0), half(2), half(4), half(6), half(1), half(3), half(5), half(7)));
   }
   static CPU_MOE_INLINE float sum(F32 v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -142,8 +134,7 @@ struct V {
     return _mm256_permute_ps(scales, kSelect);
   }
   static constexpr int scale_slot(int block_size, int block) {
-    return block_size == 32 ? (block % 2) * 4 + block / 2
-                            : ((block / 2) % 2) * 4 + (block / 4) * 2 + block % 2;
+    return block_size == 32 ? (block % 2) * 4 + block / 2 : ((block / 2) % 2) * 4 + (block / 4) * 2 + block % 2;
   }
   static CPU_MOE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 };

@@ -87,7 +87,7 @@ CPU_MOE_INLINE float e2m1_to_f32(int code) {
 CPU_MOE_INLINE int f32_to_e2m1(float f) {
   const float m = std::fabs(f);
   // The midpoints: a tie goes to the code with an even mantissa bit, hence the alternation of > and >=.
-  const int code = !(m > 0.25f)   ? (std::isnan(f) ? 7 : 0)
+  const int code = !(m > 0.25f)    ? (std::isnan(f) ? 7 : 0)
                    : !(m >= 0.75f) ? 1
                    : !(m > 1.25f)  ? 2
                    : !(m >= 1.75f) ? 3

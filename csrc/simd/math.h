@@ -3,8 +3,9 @@
 
 namespace cpu_moe::CPU_MOE_TIER {
 
-// e^x to about 1 ulp: x = n ln2 + r, |r| <= ln2 / 2, a degree-6 polynomial (minimax coefficients as in Cephes' expf), then 2^n in two
-// factors so that results near both ends of the range come out right. NaN stays, overflow gives infinity.
+// e^x to about 1 ulp: x = n ln2 + r, |r| <= ln2 / 2, a degree-6 polynomial (minimax coefficients as in Cephes' expf),
+// then 2^n in two factors so that results near both ends of the range come out right. NaN stays, overflow gives
+// infinity.
 CPU_MOE_INLINE V::F32 exp_f32(V::F32 x) {
   x = V::max_keep_nan(V::set(-110.0f), V::min_keep_nan(V::set(100.0f), x));
   const V::I32 n = V::round_i32(V::mul(x, V::set(1.44269504088896341f)));
@@ -66,7 +67,8 @@ inline void glu_as(float alpha, float limit, const float* gate, const float* up,
   }
 }
 
-inline void glu(Activation activation, float alpha, float limit, const float* gate, const float* up, int64_t n, float* out) {
+inline void glu(Activation activation, float alpha, float limit, const float* gate, const float* up, int64_t n,
+                float* out) {
   switch (activation) {
     case Activation::kSilu:
       return glu_as<Activation::kSilu>(alpha, limit, gate, up, n, out);

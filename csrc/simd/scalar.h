@@ -1,6 +1,6 @@
 // The vector vocabulary in plain C++: 16 bytes, 4 floats. It defines what every operation means; another tier's
-// header must compute the same. It runs on every machine, and its loops are simple enough for a compiler to vectorize with
-// whatever the baseline has.
+// header must compute the same. It runs on every machine, and its loops are simple enough for a compiler to vectorize
+// with whatever the baseline has.
 #pragma once
 
 namespace cpu_moe::scalar {
@@ -73,12 +73,11 @@ struct V {
   // Lane i: a[2i] * b[2i] + a[2i + 1] * b[2i + 1].
   static CPU_MOE_INLINE I32 pair_dot(I16 a, I16 b) {
     return each<I32>([&](int i) {
-      return static_cast<int32_t>(a.at[2 * i]) * b.at[2 * i] +
-             static_cast<int32_t>(a.at[2 * i + 1]) * b.at[2 * i + 1];
+      return static_cast<int32_t>(a.at[2 * i]) * b.at[2 * i] + static_cast<int32_t>(a.at[2 * i + 1]) * b.at[2 * i + 1];
     });
   }
-  // E4M3 in the high byte of a lane (the low byte may be anything) -> bf16 bits of its value * 2^-120. Subnormal codes come
-  // out as subnormal bf16, so no code is special but NaN, which comes out as 480 * 2^-120.
+  // E4M3 in the high byte of a lane (the low byte may be anything) -> bf16 bits of its value * 2^-120. Subnormal codes
+  // come out as subnormal bf16, so no code is special but NaN, which comes out as 480 * 2^-120.
   static CPU_MOE_INLINE I16 e4m3_to_bf16(I16 v) {
     return each<I16>([&](int i) { return static_cast<int16_t>((v.at[i] >> 4) & 0x87F0); });
   }

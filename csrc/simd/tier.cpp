@@ -48,8 +48,8 @@ const Tier& resolve(std::string_view name, std::string_view asked_by) {
   bool compiled = false;
   for (const Tier& tier : compiled_tiers()) compiled |= tier.name == name;
   throw std::invalid_argument(std::string(asked_by) + ": '" + std::string(name) + "' is " +
-                              (compiled ? "not supported by this CPU" : "no tier of this build") + "; expected one of auto, " +
-                              valid);
+                              (compiled ? "not supported by this CPU" : "no tier of this build") +
+                              "; expected one of auto, " + valid);
 }
 
 const Active* activate(const Tier& tier) {

@@ -11,7 +11,7 @@ namespace cpu_moe {
 
 struct Tier {
   std::string_view name;
-  bool (*supported)();       // by the CPU and the operating system
+  bool (*supported)();  // by the CPU and the operating system
   TierKernels (*kernels)();
 };
 

@@ -12,7 +12,8 @@ long current_tid();
 // The CPU the calling thread runs on just now, or -1.
 int current_cpu();
 
-// CPUs thread `tid` (0: the calling one) may run on, ascending; nullopt when the system does not say. Any number of CPUs.
+// CPUs thread `tid` (0: the calling one) may run on, ascending; nullopt when the system does not say. Any number of
+// CPUs.
 std::optional<std::vector<int>> thread_cpus(long tid = 0);
 
 // Confines thread `tid` (0: the calling one) to `cpus`. Returns 0 or an errno value (EINVAL: none of them is in the

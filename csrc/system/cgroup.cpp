@@ -58,7 +58,8 @@ std::vector<Mount> cgroup_mounts(const std::string& root) {
     std::string skip, in, point, type, source, options;
     head >> skip >> skip >> skip >> in >> point;
     tail >> type >> source >> options;
-    if (type == "cgroup2" || type == "cgroup") mounts.push_back({type == "cgroup2", options, unescape(in), unescape(point)});
+    if (type == "cgroup2" || type == "cgroup")
+      mounts.push_back({type == "cgroup2", options, unescape(in), unescape(point)});
   }
   if (mounts.empty()) {  // where everybody mounts them
     mounts.push_back({true, "", "/", "/sys/fs/cgroup"});

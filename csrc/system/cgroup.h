@@ -1,5 +1,5 @@
-// What the control groups of this process (Linux, v1 and v2) let it use. `root` is put before /proc and /sys: tests pass
-// a directory with a tree of their own.
+// What the control groups of this process (Linux, v1 and v2) let it use. `root` is put before /proc and /sys: tests
+// pass a directory with a tree of their own.
 #pragma once
 
 #include <optional>

@@ -28,16 +28,16 @@ namespace {
 using std::chrono::microseconds;
 
 // A worker that has finished stays awake this long, so that the next layer of a model finds it running: a wake-up costs
-// some 5 to 50 us of latency, and what lies between two layers (attention, norms) is of that order. After the first part
-// it yields, so that other threads of the process (torch's own) get the core at once. Then it costs nothing.
+// some 5 to 50 us of latency, and what lies between two layers (attention, norms) is of that order. After the first
+// part it yields, so that other threads of the process (torch's own) get the core at once. Then it costs nothing.
 constexpr SpinBudget kLinger{.pause = microseconds(20), .yield = microseconds(80)};
 
 // Members reach a barrier within about one work item of each other, microseconds to tens of them. Longer means that one
 // is not running: then the core is better given away.
 constexpr SpinBudget kBarrierSpin{.pause = microseconds(50)};
 
-// A parked team is woken as a tree, each member waking this many others before it starts: a wake-up costs the waker 1 to
-// 2 us, so that one thread waking 63 would be late itself.
+// A parked team is woken as a tree, each member waking this many others before it starts: a wake-up costs the waker 1
+// to 2 us, so that one thread waking 63 would be late itself.
 constexpr int kWakeFan = 4;
 
 thread_local bool inside_job = false;
@@ -150,8 +150,8 @@ class Pool {
     pthread_t thread{};
   };
 
-  // job_ = epoch << kThreadBits | threads. 48 bits of epoch do not come round, so a worker that slept through any number
-  // of jobs that were not for it cannot mistake a new one for its last.
+  // job_ = epoch << kThreadBits | threads. 48 bits of epoch do not come round, so a worker that slept through any
+  // number of jobs that were not for it cannot mistake a new one for its last.
   static constexpr int kThreadBits = 16;
   static constexpr uint64_t kThreadMask = (uint64_t{1} << kThreadBits) - 1;
   static constexpr uint64_t kStop = kThreadMask;  // larger than every rank: meant for all
@@ -283,9 +283,9 @@ void warn_about(const Wanted& wanted, const Placement& placement) {
                                "): expect it to be slower than " + std::to_string(placement.parallelism()));
   }
   const std::vector<int> none;
-  const std::string note = narrow_mask_note(placement.topology.allowed.size(),
-                                            thread_cpus(getpid()).value_or(none).size(),
-                                            cgroup_cpuset().value_or(none).size());
+  const std::string note =
+      narrow_mask_note(placement.topology.allowed.size(), thread_cpus(getpid()).value_or(none).size(),
+                       cgroup_cpuset().value_or(none).size());
   // A mask of one CPU may well be wanted (taskset, an orchestrator). It goes to stderr when it looks like an accident.
   const bool accident = std::getenv("OMP_PROC_BIND") || std::getenv("GOMP_CPU_AFFINITY") ||
                         std::getenv("KMP_AFFINITY") || thread_cpus(getpid()).value_or(none).size() > 1;
@@ -537,8 +537,10 @@ void set_thread_count(int n) {
   State& s = state();
   const std::lock_guard lock(s.config);
   s.requested = n;
-  // The same count keeps the pool, unless this thread's mask has changed since: asking again is how to adopt the new one.
-  if (s.pool != nullptr) s.stale = s.pool->size() != n || thread_cpus().value_or(s.pool->inherited()) != s.pool->inherited();
+  // The same count keeps the pool, unless this thread's mask has changed since: asking again is how to adopt the new
+  // one.
+  if (s.pool != nullptr)
+    s.stale = s.pool->size() != n || thread_cpus().value_or(s.pool->inherited()) != s.pool->inherited();
 }
 
 PoolStatus pool_status() {

@@ -1,8 +1,9 @@
 // The process's one thread pool.
 //
-// Created at the first run(), persistent, never destroyed (safe at interpreter exit), re-created in a forked child at its
-// first run(). Workers park on a futex after a short spin. They are pinned one per physical core inside the affinity mask
-// that the creating thread has, when there are no more threads than cores; the calling threads are never touched.
+// Created at the first run(), persistent, never destroyed (safe at interpreter exit), re-created in a forked child at
+// its first run(). Workers park on a futex after a short spin. They are pinned one per physical core inside the
+// affinity mask that the creating thread has, when there are no more threads than cores; the calling threads are never
+// touched.
 #pragma once
 
 #include <string>
@@ -37,8 +38,8 @@ class Team {
 };
 
 // Runs body(team) once on each of `threads` threads, the caller being rank 0, and returns when all have left. 0 threads
-// means all the pool has; more than it has are cut to that. Callers from several threads take turns. From inside a body,
-// the nested job runs at once on the calling thread alone, as a team of one.
+// means all the pool has; more than it has are cut to that. Callers from several threads take turns. From inside a
+// body, the nested job runs at once on the calling thread alone, as a team of one.
 //
 // Exceptions: one of those that left a body is rethrown here, after all members have left. std::invalid_argument for
 // negative `threads` and for an invalid CPU_MOE_THREADS. A body must reach the same barriers on every rank, or throw.
@@ -69,11 +70,11 @@ struct PoolStatus {
     std::vector<int> cpus;  // what the worker may run on
   };
   bool created = false;
-  int threads = 0;            // as thread_count(); 0 when CPU_MOE_THREADS is invalid
-  std::string reason;         // why so many
+  int threads = 0;     // as thread_count(); 0 when CPU_MOE_THREADS is invalid
+  std::string reason;  // why so many
   bool pinned = false;
-  std::string pinning;        // why pinned or not; empty while there is no pool
-  std::vector<Place> workers; // without rank 0, which is whoever calls
+  std::string pinning;         // why pinned or not; empty while there is no pool
+  std::vector<Place> workers;  // without rank 0, which is whoever calls
   std::vector<std::string> warnings;
 };
 PoolStatus pool_status();

@@ -103,7 +103,8 @@ Topology read_topology(const std::string& root, const std::optional<std::vector<
   t.online = read_cpu_list(cpus + "/online").value_or(std::vector<int>{});
   if (t.online.empty()) t.online = t.allowed.empty() ? first_cpus(visible) : t.allowed;
   std::vector<int> usable;
-  std::set_intersection(t.allowed.begin(), t.allowed.end(), t.online.begin(), t.online.end(), std::back_inserter(usable));
+  std::set_intersection(t.allowed.begin(), t.allowed.end(), t.online.begin(), t.online.end(),
+                        std::back_inserter(usable));
   if (!usable.empty()) t.allowed = usable;
   if (t.allowed.empty()) t.allowed = t.online;
 

@@ -27,9 +27,9 @@ struct CacheSizes {
 };
 
 struct Topology {
-  std::vector<int> online;   // CPUs, ascending
-  std::vector<int> allowed;  // those the affinity mask leaves; never empty
-  std::vector<Core> cores;   // by their first allowed CPU
+  std::vector<int> online;      // CPUs, ascending
+  std::vector<int> allowed;     // those the affinity mask leaves; never empty
+  std::vector<Core> cores;      // by their first allowed CPU
   std::vector<NumaNode> nodes;  // by id; never empty
   CacheSizes caches;
 };

@@ -11,10 +11,10 @@
 
 namespace cpu_moe::sys {
 
-// Items 0..n-1, cut into one contiguous range per rank. A rank takes its own items in ascending order, so that its reads
-// form one stream; when they are used up it takes from the other ranks, from the far end of their ranges, so that the
-// owner's stream, and what it has prefetched, stay as they are. A slow or preempted thread thus delays at most the item
-// it is working on. Every item is given to exactly one caller.
+// Items 0..n-1, cut into one contiguous range per rank. A rank takes its own items in ascending order, so that its
+// reads form one stream; when they are used up it takes from the other ranks, from the far end of their ranges, so that
+// the owner's stream, and what it has prefetched, stay as they are. A slow or preempted thread thus delays at most the
+// item it is working on. Every item is given to exactly one caller.
 class WorkRanges {
  public:
   // Only before the team starts, or by one rank between two barriers. n >= 0, size >= 1. Allocates when `size` exceeds

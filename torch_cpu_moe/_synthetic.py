@@ -1,0 +1,37 @@
+"""Random banks of any format, quick to make: benchmarks need bytes in the right shape, not trained weights."""
+
+from __future__ import annotations
+
+import torch
+
+from . import _runtime
+
+
+def random_bank(
+    name: str, experts: int, intermediate: int, hidden: int, generator: torch.Generator
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """`gate_up` [E, 2I, H] and `down` [E, H, I] of format `name`: one expert of normal weights, quantized, repeated with its rows rolled.
+
+    Every expert has its own memory, and the values are of the size that trained weights have.
+    """
+    if name not in {f["name"] for f in _runtime.formats()}:
+        raise ValueError(f"format: unknown weight format {name!r}")
+
+    def projection(rows: int, cols: int) -> list[torch.Tensor]:
+        one = torch.ops.cpu_moe.quantize(torch.randn(1, rows, cols, generator=generator) * cols**-0.5, name)
+        parts = []
+        for part in one:
+            bank = torch.empty((experts, *part.shape[1:]), dtype=part.dtype)
+            raw = part.view(torch.uint8) if part.element_size() == 1 else part
+            to = bank.view(torch.uint8) if part.element_size() == 1 else bank
+            for e in range(experts):
+                to[e] = raw[0].roll(e * 128, 0) if part.shape[1] == rows else raw[0].roll(e, 0)
+            parts.append(bank)
+        return parts
+
+    return projection(2 * intermediate, hidden), projection(hidden, intermediate)
+
+
+def bytes_of(parts: list[torch.Tensor]) -> int:
+    """Bytes of one expert of a projection."""
+    return sum(part[0].nbytes for part in parts)

@@ -1,0 +1,95 @@
+"""`python -m torch_cpu_moe bench bw`: every format's decode bandwidth beside a plain read of as many bytes, in alternation.
+
+An isolated measurement: one layer's operator at a time, nothing else using the memory. It says how good the kernels are, not what a
+served model reaches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+
+ALL = "bf16,f16,f32,mxfp4,nvfp4,ds_fp4,fp8_block,q4_0"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=["bw"], help="bw: decode bandwidth of each format, isolated")
+    parser.add_argument("--formats", default=ALL, help=f"comma-separated (default: {ALL})")
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--intermediate", type=int, default=1024)
+    parser.add_argument("--experts", type=int, default=64, help="at most; cut so that a bank stays below --gib")
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=1, help="tokens in a call (M)")
+    parser.add_argument("--gib", type=float, default=1.6, help="bank size to stream from")
+    parser.add_argument("--repeat", type=int, default=5, help="measurements, of which the median is quoted")
+    parser.add_argument("--precision", default="exact", choices=["exact", "fast"])
+    parser.add_argument("--json", action="store_true")
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One format's row."""
+    from ._ceiling import Ceiling
+    from ._synthetic import bytes_of, random_bank
+
+    generator = torch.Generator().manual_seed(0)
+    banks = [random_bank(name, args.experts, args.intermediate, args.hidden, generator)]
+    expert_bytes = bytes_of(banks[0][0]) + bytes_of(banks[0][1])
+    while expert_bytes * args.experts * len(banks) < args.gib * 2**30:
+        banks.append(([p.clone() for p in banks[0][0]], [p.clone() for p in banks[0][1]]))
+    x = torch.randn(args.tokens, args.hidden, generator=generator).to(torch.bfloat16)
+    weights = torch.full((args.tokens, args.top_k), 1 / args.top_k)
+    op = torch.ops.cpu_moe.experts.default
+    ceiling = Ceiling(banks[0][0][0])
+    rates, shares, reads = [], [], []
+    calls = max(4, int(2e9 / (expert_bytes * args.top_k)) // 4)
+    turn = 0
+    with torch.inference_mode():
+        for repeat in range(args.repeat + 1):
+            pairs = []
+            for _ in range(calls):
+                ids = torch.stack([torch.randperm(args.experts, generator=generator)[: args.top_k] for _ in range(args.tokens)])
+                size = ids.unique().numel() * expert_bytes
+                gate_up, down = banks[turn % len(banks)]
+                turn += 1
+                began = time.perf_counter()
+                op(x, ids, weights, gate_up, down, name, precision=args.precision)
+                pairs.append((size / (time.perf_counter() - began) / 1e9, ceiling.read(size)))
+            if repeat:  # the first warms up
+                rates.append(statistics.median(p[0] for p in pairs))
+                reads.append(statistics.median(p[1] for p in pairs))
+                shares.append(rates[-1] / reads[-1])
+    return {
+        "format": name,
+        "gb_per_s": statistics.median(rates),
+        "ceiling_gb_per_s": statistics.median(reads),
+        "share": statistics.median(shares),
+        "spread": (max(rates) - min(rates)) / statistics.median(rates),
+        "n": args.repeat,
+        "bank_gib": expert_bytes * args.experts * len(banks) / 2**30,
+    }
+
+
+def main(args: argparse.Namespace) -> int:
+    from ._runtime import get_num_threads, tiers
+
+    rows = []
+    head = f"isolated: M={args.tokens} H={args.hidden} I={args.intermediate} E={args.experts} top-{args.top_k}, {args.precision}"
+    print(f"{head}, tier {tiers().active}, {get_num_threads()} threads", file=sys.stderr if args.json else sys.stdout, flush=True)
+    for name in args.formats.split(","):
+        row = measure(name, args)
+        rows.append(row)
+        if not args.json:
+            print(
+                f"{name:<10}{row['gb_per_s']:6.1f} GB/s  {100 * row['share']:3.0f}% of read ceiling ({row['ceiling_gb_per_s']:.1f})"
+                f"  n={row['n']}  spread {100 * row['spread']:.0f}%  bank {row['bank_gib']:.1f} GiB",
+                flush=True,
+            )
+    if args.json:
+        print(json.dumps({"setting": vars(args), "tier": tiers().active, "threads": get_num_threads(), "rows": rows}, indent=1))
+    return 0
