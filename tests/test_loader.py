@@ -149,7 +149,7 @@ def sandbox(tmp_path: Path, library: Path) -> Iterator[Sandbox]:
     return Sandbox(tmp_path, library)
 
 
-# -------------------------------------------------------------------------------------------------- building and caching
+# ---------- building and caching
 
 
 def test_builds_once_and_says_so(sandbox: Sandbox) -> None:
@@ -250,7 +250,7 @@ def test_jobs_respect_the_variable_and_the_memory(monkeypatch: pytest.MonkeyPatc
     assert _build.jobs() == 2
 
 
-# ------------------------------------------------------------------------------------------------- killed and concurrent
+# ---------- killed and concurrent
 
 
 @pytest.mark.parametrize("step", ["compile", "link"])
@@ -320,7 +320,7 @@ assert _loader.load().build_seconds is not None
     assert "found in the build cache" in sandbox.run()[0]["reason"]
 
 
-# --------------------------------------------------------------------------------------------------------------- failures
+# ---------- failures
 
 
 def test_compiler_error_is_shown_and_poisons_nothing(sandbox: Sandbox) -> None:
@@ -394,7 +394,7 @@ def test_explanation_starts_at_the_first_error() -> None:
     assert "MAX_JOBS=1" in text
 
 
-# -------------------------------------------------------------------------------------------------------- damaged, foreign
+# ---------- damaged, foreign
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbage"])
@@ -449,7 +449,7 @@ def test_library_ahead_of_time_that_does_not_load(sandbox: Sandbox, library: Pat
     assert "does not load" in info["reason"]
 
 
-# ----------------------------------------------------------------------------------------------------- the real library
+# ---------- the real library
 
 
 def test_the_library_in_use() -> None:

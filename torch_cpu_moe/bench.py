@@ -54,7 +54,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
             pairs = []
             for _ in range(calls):
                 ids = torch.stack([torch.randperm(args.experts, generator=generator)[: args.top_k] for _ in range(args.tokens)])
-                size = ids.unique().numel() * expert_bytes
+                size = len(set(ids.flatten().tolist())) * expert_bytes
                 gate_up, down = banks[turn % len(banks)]
                 turn += 1
                 began = time.perf_counter()
@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
 
     rows = []
     head = f"isolated: M={args.tokens} H={args.hidden} I={args.intermediate} E={args.experts} top-{args.top_k}, {args.precision}"
-    print(f"{head}, tier {tiers().active}, {get_num_threads()} threads", file=sys.stderr if args.json else sys.stdout, flush=True)
+    print(f"{head}, tier {tiers()['active']}, {get_num_threads()} threads", file=sys.stderr if args.json else sys.stdout, flush=True)
     for name in args.formats.split(","):
         row = measure(name, args)
         rows.append(row)
@@ -91,5 +91,5 @@ def main(args: argparse.Namespace) -> int:
                 flush=True,
             )
     if args.json:
-        print(json.dumps({"setting": vars(args), "tier": tiers().active, "threads": get_num_threads(), "rows": rows}, indent=1))
+        print(json.dumps({"setting": vars(args), "tier": tiers()["active"], "threads": get_num_threads(), "rows": rows}, indent=1))
     return 0

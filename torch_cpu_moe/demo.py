@@ -49,7 +49,8 @@ class MoeLayer(nn.Module):
         normed = nn.functional.rms_norm(hidden, (HIDDEN,))
         ids, weights = self.route(normed)
         gate_up, down = self.bank()
-        return hidden + torch.ops.cpu_moe.experts(normed, ids, weights, gate_up, down, self.format)
+        routed: torch.Tensor = torch.ops.cpu_moe.experts(normed, ids, weights, gate_up, down, self.format)
+        return hidden + routed
 
 
 def reference(layer: MoeLayer, hidden: torch.Tensor) -> torch.Tensor:
@@ -122,7 +123,7 @@ def main(args: argparse.Namespace) -> int:
     median = statistics.median(times)
     result = {
         "format": args.format,
-        "tier": tiers().active,
+        "tier": tiers()["active"],
         "threads": get_num_threads(),
         "bank_gib": round(bank_bytes / 2**30, 3),
         "tokens_per_s": round(1 / median, 2),

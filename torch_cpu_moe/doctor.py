@@ -113,17 +113,10 @@ def _warnings(facts: dict[str, Any]) -> Iterator[str]:
             "transparent huge pages are off: address translation will slow large banks down "
             "(echo madvise > /sys/kernel/mm/transparent_hugepage/enabled)"
         )
-    yield from _nested_warnings(facts.get("system"))
-
-
-def _nested_warnings(value: Any) -> Iterator[str]:
-    """The warnings that the library's own report carries, at whatever depth."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if key == "warnings" and isinstance(item, list):
-                yield from map(str, item)
-            else:
-                yield from _nested_warnings(item)
+    for name in ("tiers", "threads"):
+        if isinstance(facts.get(name), dict) and "error" in facts[name]:
+            yield f"every call will fail: {facts[name]['error']}"
+    yield from map(str, facts.get("system", {}).get("warnings", []))
 
 
 # ----------------------------------------------------------------------------------------------------------- the text
@@ -163,9 +156,7 @@ def text(facts: dict[str, Any]) -> str:
         if library["compiler"]:
             rows.append(("", f"compiled by {library['compiler']}"))
         rows += _tier_rows(facts["tiers"])
-        threads = facts["threads"]
-        rows.append(("threads", threads["error"] if isinstance(threads, dict) else str(threads)))
-        rows += [(f"  {key}", value) for key, value in _flatten(facts["system"])]
+        rows += _pool_rows(facts["threads"], facts["system"])
     rows += [("warning", warning) for warning in facts["warnings"]] or [("warnings", "none")]
     width = max(len(label) for label, _ in rows) + 2
     indent = "\n" + " " * width
@@ -182,16 +173,13 @@ def _tier_rows(tiers: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """A nested object as dotted keys and short values; warnings are shown elsewhere."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if key != "warnings":
-                yield from _flatten(item, f"{prefix}.{key}" if prefix else key)
-    elif isinstance(value, list):
-        yield prefix, ", ".join(json.dumps(item) if isinstance(item, dict | list) else str(item) for item in value)
-    else:
-        yield prefix, "none" if value is None else str(value)
+def _pool_rows(threads: Any, system: dict[str, Any]) -> list[tuple[str, str]]:
+    """The pool in two lines; --json has everything that the library reports."""
+    if isinstance(threads, dict):
+        return [("threads", threads["error"])]
+    pool = system.get("pool", {})
+    state = pool.get("pinning") if pool.get("created") else "not started: the first call starts it"
+    return [("threads", f"{threads}: {system.get('threads_reason', system.get('error', ''))}"), ("pool", str(state))]
 
 
 def _size(size: int | None) -> str:
