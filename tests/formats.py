@@ -1,4 +1,4 @@
-"""The one matrix of weight formats for the tests: adding a format is one row in FORMATS (and a decoder in reference.py).
+"""The one matrix of weight formats: adding a format is one row in FORMATS and one decoder in reference.py.
 
 Each row makes random parts (every code, realistic scales), extreme parts, and knows how to poison an expert with NaN.
 A `Bank` joins two projections and checks the operator against the float64 reference.
@@ -30,7 +30,7 @@ def rand_bytes(g: Generator, *shape: int, low: int = 0, high: int = 256) -> Tens
     return torch.randint(low, high, shape, generator=g, dtype=torch.int32).to(torch.uint8)
 
 
-# ------------------------------------------------------------------------------------- makers: (g, E, R, C) -> parts
+# -------------------------------------------------------------------------------------- makers: (g, E, R, C) -> parts
 # Scales are chosen so that a row of unit-variance activations gives values of order 1: activations then see both of
 # their tails, and a wrong code, scale or position changes results far beyond the bound.
 
@@ -72,7 +72,7 @@ def _q4_0(g: Generator, e: int, r: int, c: int) -> Parts:
     return q4_0_parts(d, rand_bytes(g, e, r, c // 32, 16))
 
 
-# ----------------------------------------------------------- exact encodings of small integers: w [E, R, C] in {-1, 0, 1}
+# ------------------------------------------------------- exact encodings of w [E, R, C] in {-1, 0, 1}
 
 
 def _int_codes(w: Tensor, one: int, sign: int) -> Tensor:
@@ -104,7 +104,7 @@ def _q4_0_ints(w: Tensor) -> Parts:
     return q4_0_parts(torch.ones(q.shape[:3]).half(), q[..., 0, :] | q[..., 1, :] << 4)
 
 
-# ---------------------------------------------------------------------------------------- poison: NaN in whole experts
+# --------------------------------------------------------------------------------------- poison: NaN in whole experts
 
 
 def _poison_mx(parts: Parts, e: Any) -> None:
@@ -123,7 +123,7 @@ def _poison_q4_0(parts: Parts, e: Any) -> None:
     parts[0][e] = 0xFF  # d = 0xFFFF is a NaN
 
 
-# -------------------------------------------------------------------------------------------------------- the matrix
+# --------------------------------------------------------------------------------------------------------- the matrix
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ NAMES = [n for n in FORMATS if not FORMATS[n].variant]
 FP4 = [n for n in NAMES if n.endswith("fp4")]
 ANY_COLUMNS = [n for n in FORMATS if FORMATS[n].block == 1]
 
-# ------------------------------------------------------------------------------------------------------ odd placements
+# ----------------------------------------------------------------------------------------------------- odd placements
 
 
 def raw(t: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def spread(t: Tensor, gap: int, fill: int = 0xFF) -> Tensor:
     return view
 
 
-# --------------------------------------------------------------------------------------------------------------- banks
+# -------------------------------------------------------------------------------------------------------------- banks
 
 
 @dataclass

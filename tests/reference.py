@@ -11,9 +11,9 @@ does), differs from the exact one by at most (n/8 + 16) u * sum|w x|. An `exact`
 int16 per block of 32 with the block's own scale amax / 32767, which adds at most amax / 65534 per element, hence
 sum|w| amax_block / 65534. Both terms are carried through the activation with its Lipschitz constant, through the
 second projection and through the weighted sum; the rounding of the result to its dtype comes on top. Nothing in it is
-tuned: it is derived from norms of the very numbers of the case. (Bounds, not estimates: typical errors are ~10x smaller.)
+tuned: it is derived from norms of the very numbers of the case. (A bound: typical errors are ~10x smaller.)
 Activation rules that round coarsely by contract (ds_fp4's FP8, q4_0's Q8_0 under `fast`) are emulated bit by bit;
-where an intermediate lies within its own error of a rounding boundary, the bound allows the flip for that element only.
+where an intermediate lies within its own error of a rounding boundary, the bound allows that element the flip.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ U32 = 2.0**-24  # half an ulp of float32, relative
 INT16_STEP = 1.01 / 65534  # |x - round16(x)| <= amax / 65534, and the float32 rounding of the scale and its inverse
 ACT_BLOCK = 32
 
-# ---------------------------------------------------------------------------------------------------- decode tables
+# ------------------------------------------------------------------------------------------------------ decode tables
 
 
 def e2m1_values() -> np.ndarray:
@@ -125,7 +125,7 @@ def decode(fmt: str, parts: list[Tensor]) -> Tensor:
     return torch.from_numpy(DECODERS[fmt](*parts))
 
 
-# ----------------------------------------------------------------------------------------------------- round to nearest
+# --------------------------------------------------------------------------------------------------- round to nearest
 
 
 def round_e2m1(x: np.ndarray) -> np.ndarray:
@@ -177,7 +177,7 @@ def encode_ds_fp4(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return _unblocks(round_e2m1(b / scale) * scale, w.shape[-1]), np.where(amax > 0, exponent + 127, -1)
 
 
-# --------------------------------------------------------------------------------------------- rules for activations
+# ---------------------------------------------------------------------------------------------- rules for activations
 
 
 def pow2_ceil(x: np.ndarray) -> np.ndarray:

@@ -80,7 +80,7 @@ def grid(r: int, c: int) -> tuple[Tensor, Tensor]:
     return torch.arange(r)[:, None], torch.arange(c)[None]
 
 
-# ------------------------------------------------------------------------------------------------------------ codes
+# -------------------------------------------------------------------------------------------------------------- codes
 
 
 @pytest.mark.parametrize("name", FP4)
@@ -105,7 +105,7 @@ def test_q4_0_codes_in_every_position(tier: str) -> None:
 
 
 def test_fp8_codes_in_every_position(tier: str) -> None:
-    """NUM-02: all 254 finite codes, each in all residues of a 128-block and across four scale blocks of powers of two."""
+    """NUM-02: all 254 finite codes in all residues of a 128-block, across four scale blocks of powers of two."""
     codes = torch.tensor([x for x in range(256) if x & 0x7F != 0x7F])
     r, c = grid(254, 254)
     scale = torch.tensor([[[1.0, 2.0], [0.25, 8.0]]])
@@ -130,7 +130,7 @@ def test_half_codes(half: str, tier: str) -> None:
         probe(half, parts, gain=gain, at=tier)
 
 
-# ----------------------------------------------------------------------------------------------------------- scales
+# ------------------------------------------------------------------------------------------------------------- scales
 
 
 def scale_rows(n: int) -> Tensor:
@@ -228,7 +228,7 @@ def test_nvfp4_global_extremes(glob: float, tier: str) -> None:
 
 
 def bank_rows(name: str, parts: Parts, gain: float, tier: str) -> Tensor:
-    """probe() of a few columns, for banks whose non-finite rows have no agreed value (inf * 0): finite rows are checked."""
+    """probe() of a few columns, for banks whose non-finite rows have no agreed value: only finite rows are checked."""
     w = FORMATS[name].decode(parts)
     ok = w.isfinite().all(-1)[0]
     bank = Bank(FORMATS["f32"], [], parts, FORMATS[name], {"activation": "relu2"})
@@ -299,7 +299,7 @@ def test_q4_0_bad_scales_stay_in_their_rows(precision: str, tier: str) -> None:
             bank.check(*args, precision=precision)
 
 
-# ------------------------------------------------------------------------------------------- NaN codes, huge activations
+# ---------------------------------------------------------------------------------------- NaN codes, huge activations
 
 
 def test_fp8_nan_codes_hit_their_rows(tier: str) -> None:
@@ -343,7 +343,7 @@ def test_non_finite_hidden_stays_in_its_token(name: str, bad: float, tier: str) 
 @pytest.mark.parametrize("precision", ["exact", "fast"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_huge_and_tiny_activations(name: str, precision: str, tier: str) -> None:
-    """NUM-10: no 16-bit float inside: 1e5 .. 1e30 in, intermediates beyond 65504, and 1e-30: as finite as the exact one."""
+    """NUM-10: no 16-bit float inside: 1e5 .. 1e30 and 1e-30 in, intermediates beyond 65504: as finite as the exact one."""
     bank = make_bank(name, 3, 64, 64)
     hidden, ids, weights = make_inputs(4, 64, 2, 3, dtype=torch.float32)
     for scale in (1e5, 1e10, 1e15, 1e-10):
@@ -382,7 +382,7 @@ def test_subnormals(name: str, tier: str) -> None:
     bank.check(hidden * 1e-33, ids, weights * 1e30, what=f"{name} on {tier}")
 
 
-# ------------------------------------------------------------------------------------------------- dequantize agrees
+# -------------------------------------------------------------------------------------------------- dequantize agrees
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -48,7 +48,7 @@ class Counter:
         return graph.forward
 
 
-# -------------------------------------------------------------------------------------------------------------- opcheck
+# ------------------------------------------------------------------------------------------------------------ opcheck
 
 
 def opcheck(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ def test_opcheck_conversions(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fake_metadata_is_the_real_one(name: str) -> None:
-    """OP-01: shape, dtype, strides and device of fakes equal those of the real results for every layout of the inputs."""
+    """OP-01: shape, dtype, strides and device of fakes are those of the real results for every layout of inputs."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     bank = make_bank(name, 3, 64, 32)
@@ -141,7 +141,7 @@ def test_fake_kernels_refuse_what_the_real_ones_refuse() -> None:
             ops.experts(*args)
 
 
-# -------------------------------------------------------------------------------------------------------------- compile
+# ------------------------------------------------------------------------------------------------------------ compile
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -199,7 +199,7 @@ def test_the_bank_passed_is_the_bank_used() -> None:
 
 
 def test_strided_hidden_compiled() -> None:
-    """OP-01: inductor's own stride asserts hold when the hidden of the operator is a transposed or sliced intermediate."""
+    """OP-01: inductor's own stride asserts hold when hidden is a transposed or sliced intermediate."""
     bank = make_bank("bf16", 4, 32, 32)
     hidden, ids, weights = make_inputs(6, 32, 2, 4)
 
@@ -254,7 +254,7 @@ def test_compiled_errors_are_the_eager_ones() -> None:
         compiled(hidden, ids, weights[:, :1])
 
 
-# --------------------------------------------------------------------------------------------------------------- export
+# ------------------------------------------------------------------------------------------------------------- export
 
 
 @pytest.mark.parametrize("name", ["bf16", "nvfp4", "fp8_block", "q4_0"])

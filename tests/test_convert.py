@@ -124,7 +124,7 @@ def test_mx_extremes(name: str, tier: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_nvfp4_rule(dtype: torch.dtype, tier: str) -> None:
-    """global = amax / 2688 of the expert in every row; block scales and codes are nearest (up to float32's rounding)."""
+    """global = the expert's amax / 2688 in every row; block scales and codes are nearest (up to float32)."""
     w = (weights(3, 10, 128, 5) * 2.0**-4).to(dtype)
     packed, scale, glob = ops.quantize(w, "nvfp4")
     assert packed.shape == (3, 10, 64) and scale.shape == (3, 10, 8) and glob.shape == (3, 10)

@@ -50,7 +50,7 @@ def test_the_correct_call_is_correct() -> None:
         ops.experts(**call(fmt))
 
 
-# ---------------------------------------------------------------------------------------------------- hidden and routes
+# -------------------------------------------------------------------------------------------------- hidden and routes
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_ids_out_of_range(bad: int) -> None:
     fails(IndexError, call(topk_ids=ids), r"topk_ids\[3, ?1\]|topk_ids.*3.*1", str(bad), "4")
 
 
-# -------------------------------------------------------------------------------------------------------------- formats
+# ------------------------------------------------------------------------------------------------------------ formats
 
 
 @pytest.mark.parametrize("name", ["MXFP4", "fp4", "", "int4", "q4_0 "])
@@ -195,7 +195,7 @@ def test_columns_that_fill_no_block(fmt: str, block: int) -> None:
 
 @pytest.mark.parametrize("fmt", NAMES)
 def test_part_strides(fmt: str) -> None:
-    """Inside an expert parts are contiguous; the message says which part and how to fix it. (Free: the expert stride.)"""
+    """Inside an expert parts are contiguous; the message says which part and how to fix it."""
     for index, part in enumerate(call(fmt)["down"]):
         if fmt == "fp8_block" and index == 1:
             continue  # its scales take any strides
@@ -207,7 +207,7 @@ def test_part_strides(fmt: str) -> None:
         ops.experts(**{**good, "down": [spread(p, 3) for p in good["down"]]})
 
 
-# ---------------------------------------------------------------------------------------------------------------- options
+# ------------------------------------------------------------------------------------------------------------ options
 
 
 @pytest.mark.parametrize("name", ["SILU", "swiglu", "", "relu"])
@@ -263,7 +263,7 @@ def test_bias_dtype(which: str) -> None:
         fails(TypeError, call(**{which: torch.zeros(E, width).to(dtype)}), which)
 
 
-# ----------------------------------------------------------------------------------------------------- grad, devices, out
+# ------------------------------------------------------------------------------------------------- grad, devices, out
 
 
 @pytest.mark.parametrize("which", ["hidden", "topk_weights", "gate_up", "down", "gate_up_bias", "down_bias"])
@@ -318,7 +318,7 @@ def test_out() -> None:
 
 
 def test_out_that_overlaps_itself_or_hidden() -> None:
-    """An expanded `out` has fewer places than elements; an `out` that aliases hidden would be read while it is written."""
+    """An expanded `out` has fewer places than elements; one that aliases hidden is read while it is written."""
     good = call("bf16")
     with pytest.raises((ValueError, RuntimeError), match="out"):
         ops.experts_out(**good, out=torch.zeros(1, H).bfloat16().expand(M, H))
@@ -331,7 +331,7 @@ def test_out_that_overlaps_itself_or_hidden() -> None:
     assert torch.equal(arena[M:], want) and torch.equal(arena[:M], hidden)
 
 
-# ----------------------------------------------------------------------------------------------------------- conversions
+# -------------------------------------------------------------------------------------------------------- conversions
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_conversions_refuse_grad() -> None:
             convert()
 
 
-# --------------------------------------------------------------------------------------------------------------- runtime
+# ------------------------------------------------------------------------------------------------------------ runtime
 
 
 @pytest.mark.parametrize("n", [0, -1, -(2**40)])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
-# -------------------------------------------------------------------------------------------------------------- shapes
+# ------------------------------------------------------------------------------------------------------------- shapes
 
 BLOCK_SHAPES = [(32, 32), (96, 160), (320, 64), (64, 544)]
 ODD_SHAPES = [(33, 1), (1, 33), (7, 129), (1000, 33), (130, 257)]
@@ -60,7 +60,7 @@ def test_thousand(name: str, each_tier: Iterator[str], guard: Any) -> None:
         assert_close(bank(*args), want, f"{name} on {tier}")
 
 
-# ------------------------------------------------------------------------------------------------------------ anything
+# ----------------------------------------------------------------------------------------------------------- anything
 
 
 def strided(t: Tensor, how: str) -> Tensor:
@@ -158,7 +158,7 @@ def test_result_dtype(name: str, dtype: torch.dtype, tier: str) -> None:
     bank.check(*make_inputs(4, 64, 2, 4, dtype=dtype))
 
 
-# ------------------------------------------------------------------------------------------------- bits that never move
+# ----------------------------------------------------------------------------------------------- bits that never move
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -225,7 +225,7 @@ def test_tiers_agree(name: str, each_tier: Iterator[str]) -> None:
         assert ((out - first).abs() <= 2 * bound + 2.0**-21 * first.abs()).all(), tier
 
 
-# ------------------------------------------------------------------------------------------------------- where banks lie
+# ---------------------------------------------------------------------------------------------------- where banks lie
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -311,11 +311,11 @@ def test_nvfp4_globals_of_each_half(tier: str) -> None:
     assert_bits(expanded(*args), bank(*args))
 
 
-# ------------------------------------------------------------------------------------------------------ precision="fast"
+# --------------------------------------------------------------------------------------------------- precision="fast"
 
 
 def test_fast_q4_0_is_q8_0(tier: str) -> None:
-    """fast q4_0 rounds activations as ggml's Q8_0: to the emulation within float32's rounding, and not the exact result."""
+    """fast q4_0 rounds activations as ggml's Q8_0: the emulation within float32's rounding, not the exact result."""
     bank = make_bank("q4_0", 4, 256, 128, bias=True)
     for scale in (1e-3, 1.0, 300.0):
         hidden, ids, weights = make_inputs(7, 256, 3, 4, dtype=torch.float32)
@@ -338,7 +338,7 @@ def test_fast_dot_alone(tier: str) -> None:
     bank.check(*args, precision="fast")
 
 
-# ----------------------------------------------------------------------------------------------------------- parameters
+# --------------------------------------------------------------------------------------------------------- parameters
 
 
 def test_weights_may_be_parameters() -> None:

@@ -301,6 +301,7 @@ def test_waiting_is_bounded_and_names_the_lock(sandbox: Sandbox) -> None:
     lock = directory.with_name(directory.name + ".lock")
     with lock.open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate()
         file.write("4242")
         file.flush()
         _, err = sandbox.run(LATER + "_build.LOCK_TIMEOUT_S = 2.0\n_loader.load()")

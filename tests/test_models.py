@@ -1,4 +1,4 @@
-"""The experts of real model code (transformers, random weights from a config) against the operator on the same weights."""
+"""The experts of real model code (transformers, random weights from a config) against the operator on them."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_whole_block_of_the_model(model: Callable[[], tuple[torch.nn.Module, B
 
 
 def test_gpt_oss_checkpoint_layout(tier: str) -> None:
-    """A gpt-oss checkpoint's own tensors (blocks [E, 2I, H/32, 16] and scales) are a bank as they are: a view, no copy."""
+    """A gpt-oss checkpoint's own tensors (blocks [E, 2I, H/32, 16] and scales) are a bank as they are, by a view."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     module, bank = gpt_oss()

@@ -37,7 +37,7 @@ cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 
 linux = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs /proc")
 
 
-# --------------------------------------------------------------------------------------------------------------- import
+# ------------------------------------------------------------------------------------------------------------- import
 
 
 @linux
@@ -80,7 +80,7 @@ print(torch.ops.cpu_moe.get_num_threads() >= 1)
     assert python(code) == "True\n"
 
 
-# -------------------------------------------------------------------------------------------------------------- threads
+# ------------------------------------------------------------------------------------------------------------ threads
 
 
 def test_thread_count_is_reported(threads: Callable[[int], None]) -> None:
@@ -236,7 +236,7 @@ def test_gil_is_released() -> None:
     assert steps >= 5  # with the GIL held: one, when the call is over
 
 
-# ----------------------------------------------------------------------------------------------------- fork, spawn, exit
+# -------------------------------------------------------------------------------------------------- fork, spawn, exit
 
 
 @linux
@@ -346,7 +346,7 @@ atexit.register(call)
     assert python(SETUP + "torch.ops.cpu_moe.set_num_threads(4)\n" + tail + '\nprint("end")') == "end\n"
 
 
-# ---------------------------------------------------------------------------------------------------- affinity and modes
+# ------------------------------------------------------------------------------------------------- affinity and modes
 
 
 @linux
@@ -453,7 +453,7 @@ def test_float_mode_is_left_alone() -> None:
             torch.set_flush_denormal(False)
 
 
-# ---------------------------------------------------------------------------------------------------------------- tiers
+# -------------------------------------------------------------------------------------------------------------- tiers
 
 
 def test_tiers_are_told() -> None:
@@ -504,7 +504,7 @@ except ValueError as error:
 
 @x86
 def test_baseline_code_has_no_vector_extensions() -> None:
-    """ISA-01: outside the functions of a tier's own namespace no instruction beyond baseline x86-64 (no v-prefixed one).
+    """ISA-01: outside the functions of a tier's own namespace no instruction beyond baseline x86-64.
 
     An inline function shared between tiers would show here: the linker keeps one copy, perhaps the AVX one.
     """
@@ -529,7 +529,7 @@ def test_baseline_code_has_no_vector_extensions() -> None:
     assert not leaks, leaks
 
 
-# ----------------------------------------------------------------------------------------------------------- stream_read
+# -------------------------------------------------------------------------------------------------------- stream_read
 
 
 def test_stream_read() -> None:

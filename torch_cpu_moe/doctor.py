@@ -22,7 +22,6 @@ from ._version import __version__
 AFFINITY_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 VARIABLES = (
     "CPU_MOE_THREADS",
-    "CPU_MOE_NUMA",
     "CPU_MOE_ISA",
     "CPU_MOE_BUILD_DIR",
     "CXX",

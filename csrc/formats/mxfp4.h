@@ -12,6 +12,7 @@ struct Mxfp4 {
   static constexpr int kOffset = 0;
   static constexpr float kUnit = kE2m1Unit;
   static constexpr bool kRescale = false;
+  static constexpr bool kBoundScale = true;
   static constexpr bool kFastIsQ8_0 = false;
   static constexpr int64_t kGroupBytes = V::kLanes * 16;
 

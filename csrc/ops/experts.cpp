@@ -2,6 +2,7 @@
 #include <ATen/ops/empty.h>
 
 #include <cmath>
+#include <utility>
 
 #include "../moe/routes.h"
 #include "checks.h"
@@ -27,6 +28,20 @@ View2D read_bias(const std::optional<Tensor>& bias, const char* name, int64_t ex
   TORCH_CHECK_VALUE(bias->dim() == 2 && bias->size(0) == experts && bias->size(1) == n, name, ": expected shape [",
                     experts, ", ", n, "] (E, ", letters, "), got ", shape_text(bias->sizes()));
   return view2d(*bias);
+}
+
+// Whether the address ranges of two tensors (strides are never negative) meet.
+bool overlap(const Tensor& a, const Tensor& b) {
+  const auto range = [](const Tensor& t) {
+    const char* first = static_cast<const char*>(t.const_data_ptr());
+    int64_t last = 0;
+    for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+    return std::pair{first, first + (last + 1) * t.element_size()};
+  };
+  if (a.numel() == 0 || b.numel() == 0) return false;
+  const auto [a_first, a_end] = range(a);
+  const auto [b_first, b_end] = range(b);
+  return a_first < b_end && b_first < a_end;
 }
 
 // Ids are checked in one pass before any weight is read; an int64 is compared whole.
@@ -82,7 +97,7 @@ static Experts check_call(const Tensor& hidden, const Tensor& topk_ids, const Te
   call.hidden = hidden.size(1);
   call.top_k = topk_ids.size(1);
   const Logical up = logical_shape(gate_up, gate_up_format, "gate_up", "2I", "H");
-  const Logical dn = logical_shape(down, down_format_index, "down", "H", "I");
+  logical_shape(down, down_format_index, "down", "H", "I");
   call.experts = up.experts;
   TORCH_CHECK_VALUE(up.rows % 2 == 0, "gate_up[0]: expected an even number of rows (2I: gate and up), got shape ",
                     shape_text(gate_up[0].sizes()));
@@ -93,7 +108,6 @@ static Experts check_call(const Tensor& hidden, const Tensor& topk_ids, const Te
   // The remaining shapes follow from these three numbers.
   call.gate_up = read_weight(gate_up, gate_up_format, "gate_up", {up.experts, up.rows, call.hidden, "2I", "H"});
   call.down = read_weight(down, down_format_index, "down", {up.experts, call.hidden, call.intermediate, "H", "I"});
-  (void)dn;
   call.gate_up_bias = read_bias(gate_up_bias, "gate_up_bias", call.experts, 2 * call.intermediate, "2I");
   call.down_bias = read_bias(down_bias, "down_bias", call.experts, call.hidden, "H");
   call.interleaved = interleaved;
@@ -138,11 +152,10 @@ void experts_out(const Tensor& hidden, const Tensor& topk_ids, const Tensor& top
                     call.tokens, ", ", call.hidden, "] (M, H), got ", shape_text(out.sizes()));
   TORCH_CHECK_VALUE((out.size(1) == 1 || out.stride(1) == 1) && (out.size(0) <= 1 || out.stride(0) >= out.size(1)),
                     "out: expected contiguous rows that do not overlap, got strides ", shape_text(out.strides()));
-  // Another token's input may be read after this one's output is written: with an overlap, work on a copy.
-  Tensor input_copy;
-  const auto overlaps = [&](const Tensor& t) { return t.numel() > 0 && out.is_alias_of(t); };
-  TORCH_CHECK_VALUE(!overlaps(hidden) && !overlaps(topk_ids) && !overlaps(topk_weights),
-                    "out: shares its memory with an input; expected a tensor of its own");
+  // A token's input may be read after another's output is written.
+  for (const auto& [t, name] : {std::pair{&hidden, "hidden"}, {&topk_ids, "topk_ids"}, {&topk_weights, "topk_weights"}}) {
+    TORCH_CHECK_VALUE(!overlap(out, *t), "out: overlaps ", name, " in memory; expected a tensor of its own");
+  }
   call.output = static_cast<uint8_t*>(out.mutable_data_ptr());
   call.output_stride = out.stride(0) * out.element_size();
   run_experts(call);
