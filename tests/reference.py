@@ -397,7 +397,7 @@ def experts(
 
 # Rounding of the result: half an ulp, doubled because the value that is rounded is itself off by the bound.
 RESULT_EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-22}
-RESULT_TINY = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24, torch.float32: 2.0**-148}
+RESULT_TINY = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24, torch.float32: 2.0**-126}  # subnormal float32 results may lose bits
 
 
 def assert_close(got: Tensor, ref: Reference, what: str = "") -> None:

@@ -25,7 +25,10 @@ def random_bank(
             raw = part.view(torch.uint8) if part.element_size() == 1 else part
             to = bank.view(torch.uint8) if part.element_size() == 1 else bank
             for e in range(experts):
-                to[e] = raw[0].roll(e * 128, 0) if part.shape[1] == rows else raw[0].roll(e, 0)
+                # Rotated by 128 rows an expert, so that the scales of 128-row blocks rotate with them. Two copies: roll() is slow.
+                shift = (e * 128 if part.shape[1] == rows else e) % part.shape[1]
+                to[e, shift:] = raw[0, : part.shape[1] - shift]
+                to[e, :shift] = raw[0, part.shape[1] - shift :]
             parts.append(bank)
         return parts
 

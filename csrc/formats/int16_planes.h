@@ -232,11 +232,12 @@ struct Int16Kernel {
     const V::F32 weight_scale = row.scales(weight_group);
     V::F32 scales[N];
     for (int n = 0; n < N; ++n) {
-// In this order nothing vanishes or overflows before one quantum of the products does: weight scales reach from
+      // In this order nothing vanishes or overflows before one quantum of the products does: weight scales reach from
       // 2^-127 to 2^127, activation scales from 2^-149 to 2^126.
       scales[n] = V::mul(V::mul(weight_scale, unit[n]), V::load(scale[n] + g * V::kLanes));
       // Where it does, zero codes and zero activations still give 0, not 0 * infinity.
-      if constexpr (Format::kBoundScale) scales[n] = V::min_keep_nan(V::set(std::numeric_limits<float>::max()), scales[n]);
+      if constexpr (Format::kBoundScale)
+        scales[n] = V::min_keep_nan(V::set(std::numeric_limits<float>::max()), scales[n]);
     }
     steps<N, 0, Steps>(row, weight_group, q, scales, start, g, sum);
   }

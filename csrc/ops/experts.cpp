@@ -153,7 +153,8 @@ void experts_out(const Tensor& hidden, const Tensor& topk_ids, const Tensor& top
   TORCH_CHECK_VALUE((out.size(1) == 1 || out.stride(1) == 1) && (out.size(0) <= 1 || out.stride(0) >= out.size(1)),
                     "out: expected contiguous rows that do not overlap, got strides ", shape_text(out.strides()));
   // A token's input may be read after another's output is written.
-  for (const auto& [t, name] : {std::pair{&hidden, "hidden"}, {&topk_ids, "topk_ids"}, {&topk_weights, "topk_weights"}}) {
+  for (const auto& [t, name] :
+       {std::pair{&hidden, "hidden"}, {&topk_ids, "topk_ids"}, {&topk_weights, "topk_weights"}}) {
     TORCH_CHECK_VALUE(!overlap(out, *t), "out: overlaps ", name, " in memory; expected a tensor of its own");
   }
   call.output = static_cast<uint8_t*>(out.mutable_data_ptr());
