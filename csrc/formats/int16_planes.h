@@ -256,7 +256,9 @@ struct Int16Kernel {
         V::I32 b = V::add(V::pair_dot(weights[2], V::load_i16(x + kStep / 2)),
                           V::pair_dot(weights[3], V::load_i16(x + 3 * kStep / 4)));
         if constexpr (Format::kOffset != 0) b = V::add(b, V::load_i32(start[n] + step * V::kLanes));
-        sum[n] = V::fma(V::to_f32(V::add(a, b)), V::template spread<kBlock, K>(scales[n]), sum[n]);
+        V::F32 products = V::to_f32(V::add(a, b));
+        if constexpr (Format::kSumUnit != 1.0f) products = V::mul(products, V::set(Format::kSumUnit));
+        sum[n] = V::fma(products, V::template spread<kBlock, K>(scales[n]), sum[n]);
       }
       steps<N, K + 1, Steps>(row, weight_group, q, scales, start, g, sum);
     }
