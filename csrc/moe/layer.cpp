@@ -83,7 +83,6 @@ class Round {
         gate_up_(tier.formats[call.gate_up.format]),
         down_(tier.formats[call.down.format]),
         first_(first),
-        count_(count),
         routes_(routes),
         route_count_(static_cast<int64_t>(routes.routes.size())),
         group_count_(static_cast<int64_t>(routes.groups.size())),
@@ -310,7 +309,7 @@ class Round {
   const TierKernels& tier_;
   const FormatKernels& gate_up_;
   const FormatKernels& down_;
-  const int64_t first_, count_;
+  const int64_t first_;
   const Routes& routes_;
   const int64_t route_count_, group_count_;
   const int64_t input_plane_bytes_, middle_plane_bytes_;

@@ -1,5 +1,9 @@
 #include "tier.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 #include <cstdlib>
 #include <mutex>
@@ -21,10 +25,13 @@ namespace {
 bool always() { return true; }
 
 #if defined(__x86_64__)
-// __builtin_cpu_supports also asks the operating system (XCR0) for the wide registers.
+// __builtin_cpu_supports also asks the operating system (XCR0) for the wide registers. clang's does not know F16C.
 bool has_avx2() {
   __builtin_cpu_init();
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  unsigned eax, ebx, ecx, edx;
+  constexpr unsigned kF16c = 1u << 29;
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & kF16c) != 0;
 }
 #endif
 
