@@ -166,6 +166,7 @@ def test_builds_once_and_says_so(sandbox: Sandbox) -> None:
     assert err == ""
     assert len(sandbox.calls("compile")) == 2
     assert sorted(path.name for path in Path(info["path"]).parent.iterdir()) == ["build.json", "cpu_moe.so"]
+    assert Path(info["path"]).parent.stat().st_mode == sandbox.cache.stat().st_mode  # others may use it as well
 
 
 def test_flags_are_portable_and_keep_nan(sandbox: Sandbox) -> None:

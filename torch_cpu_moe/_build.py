@@ -334,6 +334,8 @@ def build(csrc: Path, mark: Fingerprint, compiler: Compiler) -> tuple[Path, floa
             seconds = time.monotonic() - start
             _clean(staging)
             record(staging, library, mark, compiler.version, seconds)
+            # mkdtemp shuts everybody else out; a cache that others may read (an image's, a group's) stays readable.
+            staging.chmod(place.root.stat().st_mode & 0o777)
             _publish(staging, place)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
