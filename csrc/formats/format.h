@@ -65,9 +65,10 @@ struct Ahead {
 // A token has one plane, or two where the second carries what the first's 16-bit integers could not hold (see
 // int16_planes.h).
 struct PlaneHeader {
-  double rescale = 1.0;  // multiplies the result, for formats with a second weight scale
-  float unit = 1.0f;     // multiplies (weight scale * activation scale)
-  int32_t raw = 0;       // 1: float32 values follow; an infinity or NaN among them needs IEEE arithmetic throughout
+  double rescale = 1.0;   // multiplies the result, for formats with a second weight scale
+  float unit = 1.0f;      // multiplies (weight scale * activation scale)
+  float sum_unit = 1.0f;  // multiplies the integer sums, for formats whose scales fill float32's range
+  int32_t raw = 0;        // 1: float32 values follow; an infinity or NaN among them needs IEEE arithmetic throughout
 };
 constexpr int64_t kPlaneHeaderBytes = 64;  // a cache line, so that what follows is aligned
 static_assert(sizeof(PlaneHeader) <= kPlaneHeaderBytes);

@@ -32,9 +32,7 @@ struct Fp8BlockKernel {
     for (int64_t b = 0; b < blocks(cols); ++b) {
       const int64_t first = b * kBlock;
       const int n = static_cast<int>(std::min<int64_t>(kBlock, cols - first));
-      uint32_t amax = 0;
-      for (int i = 0; i < n; ++i) amax = std::max(amax, std::bit_cast<uint32_t>(x[first + i]) & 0x7FFFFFFF);
-      const int e = amax == 0 ? 0 : amax >> 23 ? static_cast<int>(amax >> 23) - 127 : 31 - std::countl_zero(amax) - 149;
+      const int e = exponent_of(max_magnitude_bits(x + first, n));
       const int half = (120 - e) / 2;  // 2^(120-e) itself may be out of range
       const float m1 = exp2_float(half), m2 = exp2_float(120 - e - half);
       for (int i = 0; i < kBlock; ++i) {

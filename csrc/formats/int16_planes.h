@@ -96,10 +96,15 @@ struct Int16Kernel {
         return 1;
       }
     }
+    if constexpr (Format::kWideScale) {
+      // weight scale * activation scale must neither overflow nor vanish before the products do. With all activations
+      // below 2 it cannot overflow, so the unit waits for the sums; with larger ones the unit makes the room.
+      if (exponent_of(max_magnitude_bits(x, cols)) <= 0) std::swap(h.unit, h.sum_unit);
+    }
     int shift = 0;
     if constexpr (Format::kRescale) {
       // Another scale multiplies the result: keep the sums in range when the token as a whole is far from 1.
-      const int e = exponent(max_magnitude_bits(x, cols));
+      const int e = exponent_of(max_magnitude_bits(x, cols));
       if (e > 60 || e < -60) shift = e;
       h.rescale = std::ldexp(1.0, shift);
     }
@@ -109,7 +114,7 @@ struct Int16Kernel {
       const float* values = x + b * kBlock;
       const uint32_t amax = max_magnitude_bits(values, kBlock);
       if (amax == 0) continue;
-      const int e = std::max(exponent(amax), -148);
+      const int e = std::max(exponent_of(amax), -148);
       float scaled[kBlock];
       int32_t q[kBlock];
       const bool hides = quantize(values, e, scaled, q);
@@ -125,7 +130,7 @@ struct Int16Kernel {
       const float* values = x + b * kBlock;
       const uint32_t amax = max_magnitude_bits(values, kBlock);
       if (amax == 0) continue;
-      const int e = std::max(exponent(amax), -148);
+      const int e = std::max(exponent_of(amax), -148);
       float scaled[kBlock];
       int32_t q[kBlock];
       quantize(values, e, scaled, q);
@@ -150,19 +155,6 @@ struct Int16Kernel {
     put_block(plane, cols, block, q, d <= 65504.0f ? f16_to_f32(f32_to_f16(d)) : d);
   }
 
-  static uint32_t max_magnitude_bits(const float* x, int64_t n) {
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      const uint32_t magnitude = std::bit_cast<uint32_t>(x[i]) & 0x7FFFFFFF;
-      largest = magnitude > largest ? magnitude : largest;
-    }
-    return largest;
-  }
-  // floor(log2) of a positive float given as bits.
-  static int exponent(uint32_t bits) {
-    if (bits == 0) return 0;
-    return bits >> 23 ? static_cast<int>(bits >> 23) - 127 : 31 - std::countl_zero(bits) - 149;
-  }
   static float scale_of(int e) {
     return e < -149 ? 0.0f : e > 127 ? std::numeric_limits<float>::infinity() : exp2_float(e);
   }
@@ -194,12 +186,13 @@ struct Int16Kernel {
     const int16_t* q[N];
     const float* scale[N];
     const int32_t* start[N];
-    V::F32 unit[N];
+    V::F32 unit[N], sum_unit[N];
     for (int n = 0; n < N; ++n) {
       q[n] = reinterpret_cast<const int16_t*>(body(planes[n]));
       scale[n] = reinterpret_cast<const float*>(body(planes[n]) + scale_offset(w.cols));
       start[n] = reinterpret_cast<const int32_t*>(body(planes[n]) + start_offset(w.cols));
       unit[n] = V::set(header(planes[n]).unit);
+      sum_unit[n] = V::set(header(planes[n]).sum_unit);
     }
     TailBytes tail_bytes;
     for (int64_t r = 0; r < rows; ++r) {
@@ -211,11 +204,11 @@ struct Int16Kernel {
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t ahead_bytes = g * Format::kGroupBytes;
         for (int64_t line = 0; line < Format::kGroupBytes; line += 64) V::prefetch(next + ahead_bytes + line);
-        group<N, kSteps>(row, g, q, scale, start, unit, g, sum);
+        group<N, kSteps>(row, g, q, scale, start, unit, sum_unit, g, sum);
       }
       if (rest != 0) {
         typename Format::Row tail = row.tail(groups, rest / kBlock, tail_bytes);
-        group<N, kSteps>(tail, 0, q, scale, start, unit, groups, sum);
+        group<N, kSteps>(tail, 0, q, scale, start, unit, sum_unit, groups, sum);
         row.absorb(tail);
       }
       for (int n = 0; n < N; ++n) {
@@ -228,23 +221,22 @@ struct Int16Kernel {
   template <int N, int Steps>
   static CPU_MOE_INLINE void group(typename Format::Row& row, int64_t weight_group, const int16_t* const* q,
                                    const float* const* scale, const int32_t* const* start, const V::F32* unit,
-                                   int64_t g, V::F32* sum) {
+                                   const V::F32* sum_unit, int64_t g, V::F32* sum) {
     const V::F32 weight_scale = row.scales(weight_group);
     V::F32 scales[N];
     for (int n = 0; n < N; ++n) {
-      // In this order nothing vanishes or overflows before one quantum of the products does: weight scales reach from
-      // 2^-127 to 2^127, activation scales from 2^-149 to 2^126.
       scales[n] = V::mul(V::mul(weight_scale, unit[n]), V::load(scale[n] + g * V::kLanes));
-      // Where it does, zero codes and zero activations still give 0, not 0 * infinity.
-      if constexpr (Format::kBoundScale)
+      // Where a scale overflows, zero codes and zero activations still give 0, not 0 * infinity.
+      if constexpr (Format::kWideScale)
         scales[n] = V::min_keep_nan(V::set(std::numeric_limits<float>::max()), scales[n]);
     }
-    steps<N, 0, Steps>(row, weight_group, q, scales, start, g, sum);
+    steps<N, 0, Steps>(row, weight_group, q, scales, start, sum_unit, g, sum);
   }
 
   template <int N, int K, int Steps>
   static CPU_MOE_INLINE void steps(const typename Format::Row& row, int64_t weight_group, const int16_t* const* q,
-                                   const V::F32* scales, const int32_t* const* start, int64_t g, V::F32* sum) {
+                                   const V::F32* scales, const int32_t* const* start, const V::F32* sum_unit, int64_t g,
+                                   V::F32* sum) {
     if constexpr (K < Steps) {
       V::I16 weights[4];
       row.weights(weight_group * kSteps + K, weights);
@@ -257,10 +249,10 @@ struct Int16Kernel {
                           V::pair_dot(weights[3], V::load_i16(x + 3 * kStep / 4)));
         if constexpr (Format::kOffset != 0) b = V::add(b, V::load_i32(start[n] + step * V::kLanes));
         V::F32 products = V::to_f32(V::add(a, b));
-        if constexpr (Format::kSumUnit != 1.0f) products = V::mul(products, V::set(Format::kSumUnit));
+        if constexpr (Format::kWideScale) products = V::mul(products, sum_unit[n]);
         sum[n] = V::fma(products, V::template spread<kBlock, K>(scales[n]), sum[n]);
       }
-      steps<N, K + 1, Steps>(row, weight_group, q, scales, start, g, sum);
+      steps<N, K + 1, Steps>(row, weight_group, q, scales, start, sum_unit, g, sum);
     }
   }
 };

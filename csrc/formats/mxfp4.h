@@ -10,11 +10,9 @@ struct Mxfp4 {
   static constexpr int kBlock = 32;
   static constexpr bool kSplitHalves = false;
   static constexpr int kOffset = 0;
-  // Half of the unit goes to the sums: with all of it at the scales, 2^-127 would leave float32 before the products do.
-  static constexpr float kUnit = 0x1p-11f;
-  static constexpr float kSumUnit = kE2m1Unit / kUnit;
+  static constexpr float kUnit = kE2m1Unit;
   static constexpr bool kRescale = false;
-  static constexpr bool kBoundScale = true;
+  static constexpr bool kWideScale = true;  // E8M0 fills float32's range
   static constexpr bool kFastIsQ8_0 = false;
   static constexpr int64_t kGroupBytes = V::kLanes * 16;
 

@@ -11,9 +11,8 @@ struct Nvfp4 {
   static constexpr bool kSplitHalves = false;
   static constexpr int kOffset = 0;
   static constexpr float kUnit = kE2m1Unit;
-  static constexpr float kSumUnit = 1.0f;
   static constexpr bool kRescale = true;
-  static constexpr bool kBoundScale = false;
+  static constexpr bool kWideScale = false;
   static constexpr bool kFastIsQ8_0 = false;
   static constexpr int64_t kGroupBytes = V::kLanes * 8;
 

@@ -10,14 +10,23 @@ CPU_MOE_INLINE const PlaneHeader& header(const uint8_t* plane) { return *reinter
 CPU_MOE_INLINE const uint8_t* body(const uint8_t* plane) { return plane + kPlaneHeaderBytes; }
 CPU_MOE_INLINE uint8_t* body(uint8_t* plane) { return plane + kPlaneHeaderBytes; }
 
-inline bool all_finite(const float* x, int64_t n) {
+// The largest magnitude of n floats, as its bits: those of a NaN are the largest, then infinity's.
+inline uint32_t max_magnitude_bits(const float* x, int64_t n) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t magnitude = std::bit_cast<uint32_t>(x[i]) & 0x7FFFFFFF;
     largest = magnitude > largest ? magnitude : largest;
   }
-  return largest < 0x7F800000;
+  return largest;
 }
+
+// floor(log2) of a finite magnitude given as bits, subnormals included; 0 for 0.
+inline int exponent_of(uint32_t magnitude) {
+  if (magnitude == 0) return 0;
+  return magnitude >> 23 ? static_cast<int>(magnitude >> 23) - 127 : 31 - std::countl_zero(magnitude) - 149;
+}
+
+inline bool all_finite(const float* x, int64_t n) { return max_magnitude_bits(x, n) < 0x7F800000; }
 
 inline int write_raw_plane(const float* x, int64_t cols, uint8_t* out) {
   PlaneHeader h;
@@ -36,7 +45,7 @@ inline float dot_raw(const Weight& w, int64_t expert, int64_t row, const uint8_t
   return static_cast<float>(sum);
 }
 
-// How far ahead of the reads the software prefetch runs. Measured: docs/performance.md.
+// How far ahead of the reads the software prefetch runs. Not swept yet: docs/performance.md.
 constexpr int64_t kPrefetchBytes = 4096;
 
 // Where to prefetch while row `r` of a run of `rows` is read: kPrefetchBytes on, in the run or in what follows it.

@@ -12,9 +12,8 @@ struct Q4_0 {
   static constexpr int kOffset = 8;
   // |sum| <= 15 * 32768 * 8 + 8 * 32 * 32768 a lane < 2^24; activations q * 2^(e-14) are held as scale 2^(e-1).
   static constexpr float kUnit = 0x1p-13f;
-  static constexpr float kSumUnit = 1.0f;
   static constexpr bool kRescale = false;
-  static constexpr bool kBoundScale = false;
+  static constexpr bool kWideScale = false;
   static constexpr bool kFastIsQ8_0 = true;
   static constexpr int64_t kBlockBytes = 18;
   static constexpr int64_t kGroupBytes = V::kLanes * kBlockBytes;

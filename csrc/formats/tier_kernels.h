@@ -88,12 +88,10 @@ V::I32 read_all(const uint8_t* p, int64_t bytes) {
       sum[v % 4] = V::add(sum[v % 4], V::load_i32(reinterpret_cast<const int32_t*>(p + i + v * V::kBytes)));
     }
   }
-  if (i < bytes) {
-    for (; i < bytes; i += V::kBytes) {
-      uint8_t last[V::kBytes] = {};
-      std::memcpy(last, p + i, static_cast<size_t>(std::min<int64_t>(V::kBytes, bytes - i)));
-      sum[0] = V::add(sum[0], V::load_i32(reinterpret_cast<const int32_t*>(last)));
-    }
+  for (; i < bytes; i += V::kBytes) {
+    uint8_t last[V::kBytes] = {};
+    std::memcpy(last, p + i, static_cast<size_t>(std::min<int64_t>(V::kBytes, bytes - i)));
+    sum[0] = V::add(sum[0], V::load_i32(reinterpret_cast<const int32_t*>(last)));
   }
   return V::add(V::add(sum[0], sum[1]), V::add(sum[2], sum[3]));
 }
