@@ -190,7 +190,9 @@ def test_twelve_layers_one_graph() -> None:
 def test_the_bank_passed_is_the_bank_used() -> None:
     """OP-04: after swapping banks, and after writing into one, the compiled function uses the new weights."""
     a, b = make_bank("bf16", 4, 32, 32, seed=1), make_bank("bf16", 4, 32, 32, seed=2)
-    compiled = torch.compile(lambda args, up, down: ops.experts(*args, up, down, "bf16") * 1.0, fullgraph=True, dynamic=False)
+    compiled = torch.compile(
+        lambda args, up, down: ops.experts(*args, up, down, "bf16") * 1.0, fullgraph=True, dynamic=False
+    )
     args = make_inputs(3, 32, 2, 4)
     for bank in (a, b, a):
         assert_bits(compiled(args, bank.gate_up, bank.down), bank(*args))
@@ -246,7 +248,9 @@ def test_autocast_and_inference_mode() -> None:
 def test_compiled_errors_are_the_eager_ones() -> None:
     bank = make_bank("bf16", 4, 32, 32)
     hidden, ids, weights = make_inputs(3, 32, 2, 4)
-    compiled = torch.compile(lambda h, i, w: ops.experts(h, i, w, bank.gate_up, bank.down, "bf16"), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda h, i, w: ops.experts(h, i, w, bank.gate_up, bank.down, "bf16"), fullgraph=True, backend="aot_eager"
+    )
     compiled(hidden, ids, weights)
     with pytest.raises(IndexError, match=r"topk_ids.*(99|10\d)"):
         compiled(hidden, ids + 99, weights)

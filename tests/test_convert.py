@@ -41,7 +41,9 @@ def test_dequantize_is_the_reference(name: str, dtype: torch.dtype, tier: str) -
         assert out.shape == (e, r, c) and out.dtype == dtype and out.is_contiguous()
         if name in ("nvfp4", "fp8_block"):  # code * float32 scale is rounded to float32 first
             steps = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
-            torch.testing.assert_close(out.double(), want, rtol=steps[dtype], atol=6e-8 if dtype == torch.float16 else 0)
+            torch.testing.assert_close(
+                out.double(), want, rtol=steps[dtype], atol=6e-8 if dtype == torch.float16 else 0
+            )
         else:
             assert torch.equal(out, want.float().to(dtype))
 
@@ -138,7 +140,9 @@ def test_nvfp4_rule(dtype: torch.dtype, tier: str) -> None:
     step = np.repeat(s, 16, -1) * g[..., None]
     got = reference.decode("nvfp4", [packed, scale, glob]).numpy()
     live = step > 0
-    assert_nearest((got / np.where(live, step, 1))[live], np.clip((x / np.where(live, step, 1))[live], -6, 6), E2M1, 1e-6)
+    assert_nearest(
+        (got / np.where(live, step, 1))[live], np.clip((x / np.where(live, step, 1))[live], -6, 6), E2M1, 1e-6
+    )
     assert (got[~live] == 0).all()
 
 

@@ -278,7 +278,9 @@ def test_requires_grad(which: str) -> None:
         ops.experts(**{**good, which: new})
 
 
-@pytest.mark.parametrize("which", ["hidden", "topk_ids", "topk_weights", "gate_up", "down", "gate_up_bias", "down_bias"])
+@pytest.mark.parametrize(
+    "which", ["hidden", "topk_ids", "topk_weights", "gate_up", "down", "gate_up_bias", "down_bias"]
+)
 def test_one_meta_argument(which: str) -> None:
     """A meta tensor among real ones has no data to compute with: an error, not an unwritten result."""
     good = call("bf16", gate_up_bias=torch.zeros(E, 2 * N), down_bias=torch.zeros(E, H))
@@ -292,7 +294,8 @@ def test_one_meta_argument(which: str) -> None:
 def test_all_meta_is_fake() -> None:
     good = call("bf16")
     meta: Call = {
-        n: a.to("meta") if isinstance(a, torch.Tensor) else [t.to("meta") for t in a] if isinstance(a, list) else a for n, a in good.items()
+        n: a.to("meta") if isinstance(a, torch.Tensor) else [t.to("meta") for t in a] if isinstance(a, list) else a
+        for n, a in good.items()
     }
     out = ops.experts(**meta)
     assert out.device.type == "meta" and out.shape == (M, H) and out.dtype == torch.bfloat16
@@ -370,7 +373,9 @@ def test_out_that_overlaps_itself_or_hidden() -> None:
             (r"weight\[0\]", "(?i)bf"),
         ),
         (
-            lambda: ops.dequantize([torch.zeros(2, 2, 16).byte(), torch.zeros(2, 2, 2).byte()], "mxfp4", dtype=torch.float32),
+            lambda: ops.dequantize(
+                [torch.zeros(2, 2, 16).byte(), torch.zeros(2, 2, 2).byte()], "mxfp4", dtype=torch.float32
+            ),
             ValueError,
             (r"weight\[1\]", r"\[2, 2, 2\]", r"\[2, 2, 1\]"),
         ),

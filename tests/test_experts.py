@@ -364,7 +364,9 @@ def test_interleaved_is_a_layout_only(name: str, tier: str) -> None:
         assert halves.gate_up[1].shape[1] == 1
         parts = [halves.gate_up[0].view(torch.uint8)[:, mix].view(torch.float8_e4m3fn), halves.gate_up[1]]
     else:
-        parts = [(p.view(torch.uint8)[:, mix].view(p.dtype) if p.element_size() == 1 else p[:, mix]) for p in halves.gate_up]
+        parts = [
+            (p.view(torch.uint8)[:, mix].view(p.dtype) if p.element_size() == 1 else p[:, mix]) for p in halves.gate_up
+        ]
     mixed = Bank(f, parts, halves.down, None, {**halves.kwargs, "gate_up_bias": halves.kwargs["gate_up_bias"][:, mix]})
     args = make_inputs(5, h, 2, 3)
     for extra in ACTIVATIONS:

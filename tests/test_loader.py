@@ -64,7 +64,9 @@ LATER = "import sys; sys.argv = ['torch-cpu-moe']; import torch_cpu_moe; from to
 def copy_package(root: Path) -> None:
     """The package in `root` with the stand-in for csrc/."""
     package = Path(torch_cpu_moe.__file__).parent
-    shutil.copytree(package, root / "torch_cpu_moe", ignore=shutil.ignore_patterns("csrc", "_aot", "__pycache__", "bench"))
+    shutil.copytree(
+        package, root / "torch_cpu_moe", ignore=shutil.ignore_patterns("csrc", "_aot", "__pycache__", "bench")
+    )
     (root / "csrc" / "sub").mkdir(parents=True)
     (root / "csrc" / "library.cpp").write_text(LIBRARY)
     (root / "csrc" / "sub" / "value.h").write_text("#define VALUE 2\n")
@@ -242,7 +244,9 @@ assert before == after, (before, after)
 
 def test_jobs_respect_the_variable_and_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_build._host, "usable_cpus", lambda: 64)
-    monkeypatch.setattr(_build._host, "memory", lambda: {"total_bytes": 1 << 40, "available_bytes": 1 << 38, "limit_bytes": 4 << 30})
+    monkeypatch.setattr(
+        _build._host, "memory", lambda: {"total_bytes": 1 << 40, "available_bytes": 1 << 38, "limit_bytes": 4 << 30}
+    )
     monkeypatch.delenv("MAX_JOBS", raising=False)
     assert _build.jobs() == 2
     monkeypatch.setenv("MAX_JOBS", "7")
@@ -270,7 +274,10 @@ def test_killed_builder_blocks_nobody(sandbox: Sandbox, step: str) -> None:
 
 
 def test_builder_killed_at_the_lock_blocks_nobody(sandbox: Sandbox) -> None:
-    code = LATER + "import os, signal\n_build.compile_library = lambda *a: os.kill(os.getpid(), signal.SIGKILL)\n_loader.load()"
+    code = (
+        LATER
+        + "import os, signal\n_build.compile_library = lambda *a: os.kill(os.getpid(), signal.SIGKILL)\n_loader.load()"
+    )
     sandbox.run(code, ok=False)
     assert "built now" in sandbox.run()[0]["reason"]
 

@@ -68,7 +68,9 @@ def test_fp8_activation_by_hand() -> None:
 
 def test_q8_0_activation_is_ggufs() -> None:
     x = (torch.randn(64, 32, generator=rng(6)) * torch.logspace(-3, 3, 64)[:, None]).numpy()
-    theirs = gguf.quants.dequantize(gguf.quants.quantize(x, gguf.GGMLQuantizationType.Q8_0), gguf.GGMLQuantizationType.Q8_0)
+    theirs = gguf.quants.dequantize(
+        gguf.quants.quantize(x, gguf.GGMLQuantizationType.Q8_0), gguf.GGMLQuantizationType.Q8_0
+    )
     np.testing.assert_array_equal(reference.q8_0_activation(x).astype(np.float32), theirs)
     huge = np.full(32, 1e30, np.float32)
     np.testing.assert_allclose(reference.q8_0_activation(huge), huge, rtol=1e-6)  # f16 would make it infinite

@@ -94,7 +94,9 @@ def test_thread_count_is_reported(threads: Callable[[int], None]) -> None:
 
 def test_default_thread_count(python: Python) -> None:
     """No more than the CPUs of the affinity mask, and what system_info says."""
-    code = SETUP + "print(json.dumps([torch.ops.cpu_moe.get_num_threads(), json.loads(torch.ops.cpu_moe.system_info())]))"
+    code = (
+        SETUP + "print(json.dumps([torch.ops.cpu_moe.get_num_threads(), json.loads(torch.ops.cpu_moe.system_info())]))"
+    )
     count, info = json.loads(python(code))
     assert 1 <= count <= len(cpus)
     assert str(count) in json.dumps(info)
@@ -315,7 +317,9 @@ def test_data_loader(method: str) -> None:
     items = Items()
     want = [items[n] for n in range(len(items))]
     context = multiprocessing.get_context(method)
-    loader = torch.utils.data.DataLoader(items, batch_size=None, num_workers=2, multiprocessing_context=context, timeout=180)
+    loader = torch.utils.data.DataLoader(
+        items, batch_size=None, num_workers=2, multiprocessing_context=context, timeout=180
+    )
     for got, expected in zip(loader, want, strict=True):
         assert_bits(got, expected)
     assert_bits(items[0], want[0])
@@ -513,7 +517,9 @@ def test_baseline_code_has_no_vector_extensions() -> None:
     path = torch_cpu_moe.library_path()
     if path is None or not shutil.which("objdump"):
         pytest.skip("needs objdump and the library's file")
-    text = subprocess.run(["objdump", "-d", "-C", "--no-show-raw-insn", path], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        ["objdump", "-d", "-C", "--no-show-raw-insn", path], capture_output=True, text=True, check=True
+    ).stdout
     symbol, leaks, seen = "", set(), False
     for line in text.splitlines():
         if line.endswith(">:"):

@@ -31,8 +31,8 @@ def compiler() -> list[str]:
 
 
 def supports(command: list[str], flags: list[str], work: Path) -> bool:
-    """Whether a trivial program with `flags` builds and runs (sanitizers are an optional part of a compiler, and fail at
-    start on kernels whose address-space layout they do not know)."""
+    """Whether a trivial program with `flags` builds and runs (sanitizers are an optional part of a compiler; some fail
+    at start on kernels whose address-space layout they do not know)."""
     source, binary = work / "probe.cpp", work / "probe"
     source.write_text("int main() { return 0; }\n")
     built = subprocess.run([*command, *flags, str(source), "-o", str(binary)], capture_output=True)
@@ -48,7 +48,9 @@ def test_system(build: str, tmp_path: Path) -> None:
         pytest.skip(f"{command[0]} has no working {' '.join(flags)}")
     binary = tmp_path / "system_test"
     sources = [ROOT / "tests/cpp/system_test.cpp", *sorted((ROOT / "csrc/system").glob("*.cpp"))]
-    built = subprocess.run([*command, *FLAGS, *flags, *map(str, sources), "-o", str(binary)], capture_output=True, text=True)
+    built = subprocess.run(
+        [*command, *FLAGS, *flags, *map(str, sources), "-o", str(binary)], capture_output=True, text=True
+    )
     assert built.returncode == 0, f"{' '.join(command)} failed:\n{built.stderr}"
 
     environment = {name: value for name, value in os.environ.items() if name != "CPU_MOE_THREADS"}

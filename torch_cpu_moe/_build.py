@@ -84,7 +84,8 @@ def source_directory() -> Path:
         if (directory / "library.cpp").is_file():
             return directory
     raise BuildError(
-        f"the C++ sources are missing: neither {package / 'csrc'} nor {package.parent / 'csrc'} has library.cpp; reinstall torch-cpu-moe"
+        f"the C++ sources are missing: neither {package / 'csrc'} nor {package.parent / 'csrc'} has library.cpp; "
+        "reinstall torch-cpu-moe"
     )
 
 
@@ -356,7 +357,8 @@ def _staging(place: Slot) -> Path:
 
 def _unwritable(root: Path, error: OSError) -> BuildError:
     return BuildError(
-        f"cannot write to the build cache {root} ({error.strerror}): set CPU_MOE_BUILD_DIR to a folder that this user can write to"
+        f"cannot write to the build cache {root} ({error.strerror}): set CPU_MOE_BUILD_DIR to a folder that this user "
+        "can write to"
     )
 
 

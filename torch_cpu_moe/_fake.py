@@ -106,15 +106,7 @@ def _check_layer(
         raise ValueError(f"down: expected {[experts, width, rows // 2]} (E, H, I), got {list(down_shape)}")
 
 
-def _check_devices(tensors: dict[str, Tensor | None]) -> None:
-    """Real meta tensors beside real ones come here by dispatch: nothing could be computed from such a mixture."""
-    kinds = {name: tensor.device.type for name, tensor in tensors.items() if tensor is not None}
-    odd = [name for name, kind in kinds.items() if (kind == "meta") != (kinds["hidden"] == "meta")]
-    if odd:
-        raise RuntimeError(f"{odd[0]}: is on {kinds[odd[0]]}, but hidden is on {kinds['hidden']}; expected all on the CPU")
-
-
-def _check_all_devices(
+def _check_devices(
     hidden: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
@@ -122,11 +114,16 @@ def _check_all_devices(
     down: Sequence[Tensor],
     options: dict[str, Any],
 ) -> None:
-    named: dict[str, Tensor | None] = {"hidden": hidden, "topk_ids": topk_ids, "topk_weights": topk_weights}
+    """Real meta tensors beside real ones come here by dispatch: nothing could be computed from such a mixture."""
+    named: dict[str, Tensor | None] = {"topk_ids": topk_ids, "topk_weights": topk_weights}
     named |= {f"gate_up[{i}]": part for i, part in enumerate(gate_up)}
     named |= {f"down[{i}]": part for i, part in enumerate(down)}
     named |= {name: options.get(name) for name in ("gate_up_bias", "down_bias", "out")}
-    _check_devices(named)
+    for name, tensor in named.items():
+        if tensor is not None and tensor.is_meta != hidden.is_meta:
+            raise RuntimeError(
+                f"{name}: is on {tensor.device}, but hidden is on {hidden.device}; expected all on the CPU"
+            )
 
 
 def _experts(
@@ -140,7 +137,7 @@ def _experts(
     down_format: str | None = None,
     **options: Any,
 ) -> Tensor:
-    _check_all_devices(hidden, topk_ids, topk_weights, gate_up, down, options)
+    _check_devices(hidden, topk_ids, topk_weights, gate_up, down, options)
     _check_layer(hidden, topk_ids, topk_weights, gate_up, down, format, down_format)
     return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
 
@@ -157,7 +154,7 @@ def _experts_out(
     down_format: str | None = None,
     **options: Any,
 ) -> None:
-    _check_all_devices(hidden, topk_ids, topk_weights, gate_up, down, {**options, "out": out})
+    _check_devices(hidden, topk_ids, topk_weights, gate_up, down, {**options, "out": out})
     _check_layer(hidden, topk_ids, topk_weights, gate_up, down, format, down_format)
     _check_dtype("out", out, (hidden.dtype,))
     if out.dim() != 2 or not all(map(_same, out.shape, hidden.shape)):

@@ -10,7 +10,7 @@ from . import _runtime
 def random_bank(
     name: str, experts: int, intermediate: int, hidden: int, generator: torch.Generator
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """`gate_up` [E, 2I, H] and `down` [E, H, I] of format `name`: one expert of normal weights, quantized, repeated with its rows rolled.
+    """`gate_up` [E, 2I, H] and `down` [E, H, I] of format `name`: one quantized expert, repeated with rows rotated.
 
     Every expert has its own memory, and the values are of the size that trained weights have.
     """
@@ -25,7 +25,7 @@ def random_bank(
             raw = part.view(torch.uint8) if part.element_size() == 1 else part
             to = bank.view(torch.uint8) if part.element_size() == 1 else bank
             for e in range(experts):
-                # Rotated by 128 rows an expert, so that the scales of 128-row blocks rotate with them. Two copies: roll() is slow.
+                # By 128 rows an expert, so that scales of 128-row blocks rotate along. Two copies: roll() is slow.
                 shift = (e * 128 if part.shape[1] == rows else e) % part.shape[1]
                 to[e, shift:] = raw[0, : part.shape[1] - shift]
                 to[e, :shift] = raw[0, part.shape[1] - shift :]

@@ -1,7 +1,7 @@
-"""`python -m torch_cpu_moe bench bw`: every format's decode bandwidth beside a plain read of as many bytes, in alternation.
+"""`python -m torch_cpu_moe bench bw`: each format's decode bandwidth beside a plain read of as many bytes, in turn.
 
-An isolated measurement: one layer's operator at a time, nothing else using the memory. It says how good the kernels are, not what a
-served model reaches.
+An isolated measurement: one layer's operator at a time, nothing else using the memory. It says how good the kernels
+are, not what a served model reaches.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
-ALL = "bf16,f16,f32,mxfp4,nvfp4,ds_fp4,fp8_block,q4_0"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["bw"], help="bw: decode bandwidth of each format, isolated")
-    parser.add_argument("--formats", default=ALL, help=f"comma-separated (default: {ALL})")
+    parser.add_argument("--formats", help="comma-separated (default: all)")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=1024)
-    parser.add_argument("--experts", type=int, default=64, help="at most; cut so that a bank stays below --gib")
+    parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1, help="tokens in a call (M)")
-    parser.add_argument("--gib", type=float, default=1.6, help="bank size to stream from")
+    parser.add_argument(
+        "--gib", type=float, default=1.6, help="at least so many GiB of banks are streamed from, in turn"
+    )
     parser.add_argument("--repeat", type=int, default=5, help="measurements, of which the median is quoted")
     parser.add_argument("--precision", default="exact", choices=["exact", "fast"])
     parser.add_argument("--json", action="store_true")
@@ -53,7 +53,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         for repeat in range(args.repeat + 1):
             pairs = []
             for _ in range(calls):
-                ids = torch.stack([torch.randperm(args.experts, generator=generator)[: args.top_k] for _ in range(args.tokens)])
+                ids = torch.stack(
+                    [torch.randperm(args.experts, generator=generator)[: args.top_k] for _ in range(args.tokens)]
+                )
                 size = len(set(ids.flatten().tolist())) * expert_bytes
                 gate_up, down = banks[turn % len(banks)]
                 turn += 1
@@ -76,20 +78,29 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace) -> int:
-    from ._runtime import get_num_threads, tiers
+    from ._runtime import formats, get_num_threads, tiers
 
     rows = []
-    head = f"isolated: M={args.tokens} H={args.hidden} I={args.intermediate} E={args.experts} top-{args.top_k}, {args.precision}"
-    print(f"{head}, tier {tiers()['active']}, {get_num_threads()} threads", file=sys.stderr if args.json else sys.stdout, flush=True)
-    for name in args.formats.split(","):
+    shape = f"M={args.tokens} H={args.hidden} I={args.intermediate} E={args.experts} top-{args.top_k}"
+    print(
+        f"isolated: {shape}, {args.precision}, tier {tiers()['active']}, {get_num_threads()} threads",
+        file=sys.stderr if args.json else sys.stdout,
+        flush=True,
+    )
+    for name in args.formats.split(",") if args.formats else [f["name"] for f in formats()]:
         row = measure(name, args)
         rows.append(row)
         if not args.json:
             print(
-                f"{name:<10}{row['gb_per_s']:6.1f} GB/s  {100 * row['share']:3.0f}% of read ceiling ({row['ceiling_gb_per_s']:.1f})"
-                f"  n={row['n']}  spread {100 * row['spread']:.0f}%  bank {row['bank_gib']:.1f} GiB",
+                f"{name:<10}{row['gb_per_s']:6.1f} GB/s  {100 * row['share']:3.0f}% of read ceiling "
+                f"({row['ceiling_gb_per_s']:.1f})  n={row['n']}  spread {100 * row['spread']:.0f}%  "
+                f"bank {row['bank_gib']:.1f} GiB",
                 flush=True,
             )
     if args.json:
-        print(json.dumps({"setting": vars(args), "tier": tiers()["active"], "threads": get_num_threads(), "rows": rows}, indent=1))
+        print(
+            json.dumps(
+                {"setting": vars(args), "tier": tiers()["active"], "threads": get_num_threads(), "rows": rows}, indent=1
+            )
+        )
     return 0

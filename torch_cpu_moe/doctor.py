@@ -104,7 +104,9 @@ def _warnings(facts: dict[str, Any]) -> Iterator[str]:
     if len(allowed) == 1 and (cpu["online"] or 1) > 1:
         suspects = [f"{name}={environment[name]}" for name in AFFINITY_VARIABLES if name in environment]
         cause = f" ({', '.join(suspects)} may have done that)" if suspects else ""
-        yield (f"this process may run on CPU {allowed[0]} only, of {cpu['online']}{cause}: one thread will do all the work")
+        yield (
+            f"this process may run on CPU {allowed[0]} only, of {cpu['online']}{cause}: one thread will do all the work"
+        )
     if cpu["quota"] is not None and cpu["quota"] < 1.0:
         yield f"the cgroup allows {cpu['quota']:.2f} CPUs: even one thread will be stopped now and then"
     if facts["huge_pages"]["transparent"] == "never":
