@@ -57,46 +57,49 @@ struct DenseKernel {
   }
 
   template <int N>
-  static void dot(const Weight& w, int64_t expert, int64_t row0, int64_t rows, const uint8_t* const* planes, float* out,
-                  int64_t out_stride, const Ahead& ahead) {
+  struct Tokens {
+    const float* x[N];
+    Tokens(int64_t, const uint8_t* const* planes) {
+      for (int n = 0; n < N; ++n) x[n] = reinterpret_cast<const float*>(body(planes[n]));
+    }
+  };
+
+  template <int N, int R>
+  static CPU_MOE_INLINE void dot(const Weight& w, int64_t expert, const int32_t* rows, const Tokens<N>& tokens,
+                                 float* out, int64_t out_stride) {
     constexpr int64_t kStepBytes = kStep * Format::kElementBytes;
+    // Independent sums hide the latency of the additions: two of a step's two vectors, and twice that where one row
+    // alone would wait for itself.
     const int64_t whole = w.cols / kStep;
     const int64_t rest = w.cols % kStep;
-    const float* x[N];
-    for (int n = 0; n < N; ++n) x[n] = reinterpret_cast<const float*>(body(planes[n]));
-    for (int64_t r = 0; r < rows; ++r) {
-      const uint8_t* row = w.row(0, expert, row0 + r);
-      const uint8_t* next = prefetch_base(w, 0, expert, row0, rows, r, ahead);
-      V::F32 sum[N][4];
-      for (int n = 0; n < N; ++n) {
-        for (auto& s : sum[n]) s = V::zero();
-      }
-      int64_t i = 0;
-      // Two steps at a time: four sums a token hide the latency of the additions.
-      for (; i + 2 <= whole; i += 2) {
-        for (int64_t line = 0; line < 2 * kStepBytes; line += 64) V::prefetch(next + i * kStepBytes + line);
-        step<N, 0>(row + i * kStepBytes, x, i * kStep, sum);
-        step<N, 2>(row + (i + 1) * kStepBytes, x, (i + 1) * kStep, sum);
-      }
-      if (i < whole) step<N, 0>(row + i * kStepBytes, x, i * kStep, sum);
-      if (rest != 0) {
+    const uint8_t* row[R];
+    for (int i = 0; i < R; ++i) row[i] = w.row(0, expert, rows[i]);
+    V::F32 sum[R][N][2];
+    for (int i = 0; i < R; ++i) {
+      for (int n = 0; n < N; ++n) sum[i][n][0] = sum[i][n][1] = V::zero();
+    }
+    for (int64_t s = 0; s < whole; ++s) {
+      for (int i = 0; i < R; ++i) step<N>(row[i] + s * kStepBytes, tokens.x, s * kStep, sum[i]);
+    }
+    if (rest != 0) {
+      for (int i = 0; i < R; ++i) {
         uint8_t padded[kStepBytes] = {};
-        std::memcpy(padded, row + whole * kStepBytes, static_cast<size_t>(rest * Format::kElementBytes));
-        step<N, 2>(padded, x, whole * kStep, sum);
+        std::memcpy(padded, row[i] + whole * kStepBytes, static_cast<size_t>(rest * Format::kElementBytes));
+        step<N>(padded, tokens.x, whole * kStep, sum[i]);
       }
-      for (int n = 0; n < N; ++n) {
-        out[n * out_stride + r] = V::sum(V::add(V::add(sum[n][0], sum[n][1]), V::add(sum[n][2], sum[n][3])));
-      }
+    }
+    for (int i = 0; i < R; ++i) {
+      for (int n = 0; n < N; ++n) out[n * out_stride + i] = V::sum(V::add(sum[i][n][0], sum[i][n][1]));
     }
   }
 
-  template <int N, int S>
-  static CPU_MOE_INLINE void step(const uint8_t* weights, const float* const* x, int64_t at, V::F32 (*sum)[4]) {
+  template <int N>
+  static CPU_MOE_INLINE void step(const uint8_t* weights, const float* const* x, int64_t at, V::F32 (*sum)[2]) {
     V::F32 value[2];
     Format::load(weights, value);
     for (int n = 0; n < N; ++n) {
-      sum[n][S] = V::fma(value[0], V::load(x[n] + at), sum[n][S]);
-      sum[n][S + 1] = V::fma(value[1], V::load(x[n] + at + V::kLanes), sum[n][S + 1]);
+      sum[n][0] = V::fma(value[0], V::load(x[n] + at), sum[n][0]);
+      sum[n][1] = V::fma(value[1], V::load(x[n] + at + V::kLanes), sum[n][1]);
     }
   }
 };

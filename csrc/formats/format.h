@@ -53,13 +53,11 @@ struct Weight {
   }
 };
 
-// The weights that follow in memory order after a run of rows: what to prefetch once the run's own bytes are on their
-// way.
-struct Ahead {
-  const Weight* weight = nullptr;  // null: nothing known
-  int64_t expert = 0;
-  int64_t row = 0;
-};
+// Rows that a kernel reads at the same time for one token. One stream of reads does not fill the memory bus: a core
+// keeps too few misses in flight, and a hardware prefetcher follows each stream, and each page, on its own. So the rows
+// that follow each other in a kernel's list come from kStreams places far apart, each of which goes on where it left
+// off (docs/performance.md has the measurements).
+constexpr int kStreams = 4;
 
 // A token's activations as a kernel wants them: a "plane" begins with this header, the format's own layout follows.
 // A token has one plane, or two where the second carries what the first's 16-bit integers could not hold (see
@@ -78,9 +76,9 @@ struct FormatKernels {
   int64_t (*plane_bytes)(int64_t cols);
   // Writes one or two planes (the second at out + plane_bytes) from cols floats; returns how many.
   int (*prepare)(const float* x, int64_t cols, Precision precision, uint8_t* out);
-  // out[p * out_stride + r] = dot(weight row row0 + r, plane p), r < rows, p < planes.
-  void (*dot)(const Weight& w, int64_t expert, int64_t row0, int64_t rows, const uint8_t* const* planes, int64_t count,
-              float* out, int64_t out_stride, const Ahead& ahead);
+  // out[p * out_stride + j] = dot(weight row rows[j], plane p), j < row_count, p < planes.
+  void (*dot)(const Weight& w, int64_t expert, const int32_t* rows, int64_t row_count, const uint8_t* const* planes,
+              int64_t count, float* out, int64_t out_stride);
 };
 
 enum class Activation : uint8_t { kSilu, kGelu, kGeluTanh, kRelu2, kSwigluOai, kSwigluClamp };

@@ -49,58 +49,80 @@ struct Fp8BlockKernel {
   }
 
   template <int N>
-  static void dot(const Weight& w, int64_t expert, int64_t row0, int64_t rows, const uint8_t* const* planes, float* out,
-                  int64_t out_stride, const Ahead& ahead) {
+  struct Tokens {
+    const float* x[N];
+    const float* scale[N];
+    Tokens(int64_t cols, const uint8_t* const* planes) {
+      for (int n = 0; n < N; ++n) {
+        x[n] = reinterpret_cast<const float*>(body(planes[n]));
+        scale[n] = reinterpret_cast<const float*>(body(planes[n]) + scale_offset(cols));
+      }
+    }
+  };
+
+  template <int N, int R>
+  static CPU_MOE_INLINE void dot(const Weight& w, int64_t expert, const int32_t* rows, const Tokens<N>& tokens,
+                                 float* out, int64_t out_stride) {
     const int64_t whole = w.cols / kBlock;
     const int rest = static_cast<int>(w.cols % kBlock);
-    const float* x[N];
-    const float* x_scale[N];
-    for (int n = 0; n < N; ++n) {
-      x[n] = reinterpret_cast<const float*>(body(planes[n]));
-      x_scale[n] = reinterpret_cast<const float*>(body(planes[n]) + scale_offset(w.cols));
+    const uint8_t* row[R];
+    const uint8_t* scale_row[R];
+    V::Bytes largest[R];
+    V::F32 sum[R][N];
+    for (int i = 0; i < R; ++i) {
+      row[i] = w.row(0, expert, rows[i]);
+      scale_row[i] = w.row(1, expert, rows[i] / kBlock);
+      largest[i] = V::zero_bytes();
+      for (int n = 0; n < N; ++n) sum[i][n] = V::zero();
     }
-    for (int64_t r = 0; r < rows; ++r) {
-      const uint8_t* row = w.row(0, expert, row0 + r);
-      const uint8_t* scale_row = w.row(1, expert, (row0 + r) / kBlock);
-      const uint8_t* next = prefetch_base(w, 0, expert, row0, rows, r, ahead);
-      V::Bytes largest = V::zero_bytes();
-      V::F32 sum[N];
-      for (int n = 0; n < N; ++n) sum[n] = V::zero();
-      for (int64_t b = 0; b < whole; ++b) {
-        V::prefetch(next + b * kBlock);
-        V::prefetch(next + b * kBlock + 64);
-        block<N>(row + b * kBlock, scale_at(w, scale_row, b), x, x_scale, b, sum, largest);
+    for (int64_t b = 0; b < whole; ++b) block<N, R>(row, b * kBlock, w, scale_row, tokens, b, sum, largest);
+    if (rest != 0) {
+      uint8_t padded[R][kBlock] = {};
+      const uint8_t* tail[R];
+      for (int i = 0; i < R; ++i) {
+        std::memcpy(padded[i], row[i] + whole * kBlock, static_cast<size_t>(rest));
+        tail[i] = padded[i];
       }
-      if (rest != 0) {
-        uint8_t padded[kBlock] = {};
-        std::memcpy(padded, row + whole * kBlock, static_cast<size_t>(rest));
-        block<N>(padded, scale_at(w, scale_row, whole), x, x_scale, whole, sum, largest);
-      }
-      const bool nan = V::any_magnitude_127(largest);
+      block<N, R>(tail, 0, w, scale_row, tokens, whole, sum, largest);
+    }
+    for (int i = 0; i < R; ++i) {
+      const bool nan = V::any_magnitude_127(largest[i]);
       for (int n = 0; n < N; ++n) {
-        out[n * out_stride + r] = nan ? std::numeric_limits<float>::quiet_NaN() : V::sum(sum[n]);
+        out[n * out_stride + i] = nan ? std::numeric_limits<float>::quiet_NaN() : V::sum(sum[i][n]);
       }
     }
   }
 
-  template <int N>
-  static CPU_MOE_INLINE void block(const uint8_t* weights, float weight_scale, const float* const* x,
-                                   const float* const* x_scale, int64_t b, V::F32* sum, V::Bytes& largest) {
-    V::F32 part[N][2];
-    for (int n = 0; n < N; ++n) part[n][0] = part[n][1] = V::zero();
+  // Block b of R rows; its codes are at row[i] + at.
+  template <int N, int R>
+  static CPU_MOE_INLINE void block(const uint8_t* const* row, int64_t at, const Weight& w,
+                                   const uint8_t* const* scale_row, const Tokens<N>& tokens, int64_t b,
+                                   V::F32 (*sum)[N], V::Bytes* largest) {
+    V::F32 part[R][N][2];
+    for (int i = 0; i < R; ++i) {
+      for (int n = 0; n < N; ++n) part[i][n][0] = part[i][n][1] = V::zero();
+    }
     for (int s = 0; s < kSteps; ++s) {
-      const V::Bytes codes = V::load_bytes(weights + s * kStep);
-      largest = V::max_magnitude(largest, codes);
-      const V::I16 even = V::e4m3_to_bf16(V::even_bytes_x256(codes));
-      const V::I16 odd = V::e4m3_to_bf16(V::as_i16(codes));
-      const V::F32 value[4] = {V::even_bf16(even), V::odd_bf16(even), V::even_bf16(odd), V::odd_bf16(odd)};
-      for (int n = 0; n < N; ++n) {
-        const float* at = x[n] + b * kBlock + s * kStep;
-        for (int i = 0; i < 4; ++i) part[n][i % 2] = V::fma(value[i], V::load(at + i * V::kLanes), part[n][i % 2]);
+      for (int i = 0; i < R; ++i) {
+        if (s * kStep % 64 == 0) V::prefetch(row[i] + at + s * kStep + kPrefetchBytes);
+        const V::Bytes codes = V::load_bytes(row[i] + at + s * kStep);
+        largest[i] = V::max_magnitude(largest[i], codes);
+        const V::I16 even = V::e4m3_to_bf16(V::even_bytes_x256(codes));
+        const V::I16 odd = V::e4m3_to_bf16(V::as_i16(codes));
+        const V::F32 value[4] = {V::even_bf16(even), V::odd_bf16(even), V::even_bf16(odd), V::odd_bf16(odd)};
+        for (int n = 0; n < N; ++n) {
+          const float* x = tokens.x[n] + b * kBlock + s * kStep;
+          for (int v = 0; v < 4; ++v) {
+            part[i][n][v % 2] = V::fma(value[v], V::load(x + v * V::kLanes), part[i][n][v % 2]);
+          }
+        }
       }
     }
-    for (int n = 0; n < N; ++n) {
-      sum[n] = V::fma(V::add(part[n][0], part[n][1]), V::set(weight_scale * x_scale[n][b]), sum[n]);
+    for (int i = 0; i < R; ++i) {
+      const float weight_scale = scale_at(w, scale_row[i], b);
+      for (int n = 0; n < N; ++n) {
+        sum[i][n] = V::fma(V::add(part[i][n][0], part[i][n][1]), V::set(weight_scale * tokens.scale[n][b]), sum[i][n]);
+      }
     }
   }
 };

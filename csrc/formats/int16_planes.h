@@ -6,13 +6,15 @@
 // inexact and below amax / 2^10, that is, an outlier hides its neighbours - the token gets a second plane with the
 // remainders, 15 bits further down, and the two results are added: the error is then <= 2^-30 * amax.
 //
-// A weight of the format is an integer w (|w| * 32768 * 16 must fit 31 bits) times its block's scale. A block's
-// products are summed in int32, exactly, then converted once and multiplied by (weight scale * activation scale *
-// unit).
+// q is kept as two signed bytes, q = 256 * high + low, and a weight of the format as an unsigned byte u, 0 <= u <= 24,
+// that stands for u - kOffset: u * high and u * low are what byte multiplications do. |q| <= 32639 so that `high` fits;
+// a block whose amax rounds to more takes the next e. A block's products are summed in int32, exactly, then converted
+// once and multiplied by (weight scale * activation scale * unit).
 //
-// Layout of a plane's body: int16 q, in steps of 2 * kBytes weights, each step as four vectors in the order in
-// which the weights come out of their bytes; then float scales, a slot per block; then, for formats with an offset, one
-// int32 vector a step to start the sums from.
+// Layout of a plane's body: the digits, in steps of 2 * kBytes weights: `high` for the weights in the low nibbles of
+// the step's kBytes bytes of codes, `high` for those in the high nibbles, then `low` in the same way; then float
+// scales, a slot per block; then, where kOffset is not 0, one int32 vector a step to start the sums from, -kOffset *
+// (sum of the q that enter a lane).
 #pragma once
 
 namespace cpu_moe::CPU_MOE_TIER {
@@ -49,13 +51,12 @@ struct Int16Kernel {
     return round_up(kPlaneHeaderBytes + std::max(start_offset(cols) + start_bytes, cols * 4), 64);
   }
 
-  // Where element c of a step's kStep elements lies among its four vectors of kBytes / 2.
+  // Where element c of a step's kStep elements lies in the two vectors of `high` (and `low`).
   static constexpr int position(int c) {
     if constexpr (Format::kSplitHalves) {  // byte j of a block holds elements j (low nibble) and j + 16 (high)
-      const int block = c / 32, j = c % 16, high = c % 32 / 16;
-      return (2 * (j % 2) + high) * (V::kBytes / 2) + block * 8 + j / 2;
+      return c % 32 / 16 * V::kBytes + c / 32 * 16 + c % 16;
     } else {  // byte j holds elements 2j (low) and 2j + 1 (high)
-      return (c % 4) * (V::kBytes / 2) + c / 4;
+      return c % 2 * V::kBytes + c / 2;
     }
   }
   static constexpr auto kPosition = [] {
@@ -66,20 +67,19 @@ struct Int16Kernel {
 
   // Stores one block of integers, its scale and its start value.
   static void put_block(uint8_t* plane, int64_t cols, int64_t block, const int32_t* q, float scale) {
-    int16_t* values = reinterpret_cast<int16_t*>(body(plane)) + block * kBlock / kStep * kStep;
+    int8_t* high = reinterpret_cast<int8_t*>(body(plane)) + block * kBlock / kStep * kStep * 2;
+    int8_t* low = high + kStep;
     const int first = static_cast<int>(block * kBlock % kStep);
-    int32_t total = 0;
+    int32_t* start = reinterpret_cast<int32_t*>(body(plane) + start_offset(cols)) + block * kBlock / kStep * V::kLanes;
     for (int i = 0; i < kBlock; ++i) {
-      values[kPosition[first + i]] = static_cast<int16_t>(q[i]);
-      total += q[i];
+      const int8_t digit = static_cast<int8_t>(q[i]);
+      low[kPosition[first + i]] = digit;
+      high[kPosition[first + i]] = static_cast<int8_t>((q[i] - digit) / 256);
+      if constexpr (Format::kOffset != 0) start[kPosition[first + i] % V::kBytes / 4] -= Format::kOffset * q[i];
     }
     const int64_t group = block / V::kLanes;
     float* scales = reinterpret_cast<float*>(body(plane) + scale_offset(cols)) + group * V::kLanes;
     scales[V::scale_slot(kBlock, static_cast<int>(block % V::kLanes))] = scale;
-    if constexpr (Format::kOffset != 0) {
-      int32_t* start = reinterpret_cast<int32_t*>(body(plane) + start_offset(cols)) + block * (kBlock / 8);
-      start[0] = -Format::kOffset * total;
-    }
   }
 
   static int prepare(const float* x, int64_t cols, Precision precision, uint8_t* out) {
@@ -103,9 +103,8 @@ struct Int16Kernel {
     }
     int shift = 0;
     if constexpr (Format::kRescale) {
-      // Another scale multiplies the result: keep the sums in range when the token as a whole is far from 1.
-      const int e = exponent_of(max_magnitude_bits(x, cols));
-      if (e > 60 || e < -60) shift = e;
+      // Another scale multiplies the result: keep the sums near 1, whatever the token's magnitude is.
+      shift = exponent_of(max_magnitude_bits(x, cols));
       h.rescale = std::ldexp(1.0, shift);
     }
     std::memcpy(out, &h, sizeof h);
@@ -114,7 +113,7 @@ struct Int16Kernel {
       const float* values = x + b * kBlock;
       const uint32_t amax = max_magnitude_bits(values, kBlock);
       if (amax == 0) continue;
-      const int e = std::max(exponent_of(amax), -148);
+      const int e = block_exponent(amax);
       float scaled[kBlock];
       int32_t q[kBlock];
       const bool hides = quantize(values, e, scaled, q);
@@ -130,7 +129,7 @@ struct Int16Kernel {
       const float* values = x + b * kBlock;
       const uint32_t amax = max_magnitude_bits(values, kBlock);
       if (amax == 0) continue;
-      const int e = std::max(exponent_of(amax), -148);
+      const int e = block_exponent(amax);
       float scaled[kBlock];
       int32_t q[kBlock];
       quantize(values, e, scaled, q);
@@ -155,11 +154,19 @@ struct Int16Kernel {
     put_block(plane, cols, block, q, d <= 65504.0f ? f16_to_f32(f32_to_f16(d)) : d);
   }
 
+  // The e of the layout's description, for a block's largest magnitude (as bits, not 0).
+  static int block_exponent(uint32_t amax) {
+    const int e = std::max(exponent_of(amax), -148);
+    const int first = std::min(14 - e, 100);
+    const float scaled = std::bit_cast<float>(amax) * exp2_float(first) * exp2_float(14 - e - first);
+    return scaled > 32639.0f ? e + 1 : e;
+  }
+
   static float scale_of(int e) {
     return e < -149 ? 0.0f : e > 127 ? std::numeric_limits<float>::infinity() : exp2_float(e);
   }
 
-  // scaled = x * 2^(14-e), q = rint(scaled) saturated to 32767. True when a quarter of the non-zero values are small
+  // scaled = x * 2^(14-e), q = rint(scaled). True when a quarter of the non-zero values are small
   // and inexact.
   static bool quantize(const float* x, int e, float* scaled, int32_t* q) {
     const int first = std::min(14 - e, 100);  // 2^(14-e) itself may be out of range
@@ -168,7 +175,7 @@ struct Int16Kernel {
     for (int i = 0; i < kBlock; i += V::kLanes) {
       const auto y = V::mul(V::mul(V::load(x + i), m1), m2);
       V::store(scaled + i, y);
-      V::store_i32(q + i, V::min(V::round_i32(y), V::set_i32(32767)));
+      V::store_i32(q + i, V::round_i32(y));
     }
     for (int i = 0; i < kBlock; ++i) {
       const float magnitude = std::fabs(scaled[i]);
@@ -179,80 +186,113 @@ struct Int16Kernel {
   }
 
   template <int N>
-  static void dot(const Weight& w, int64_t expert, int64_t row0, int64_t rows, const uint8_t* const* planes, float* out,
-                  int64_t out_stride, const Ahead& ahead) {
-    const int64_t groups = w.cols / kGroup;
-    const int rest = static_cast<int>(w.cols % kGroup);
-    const int16_t* q[N];
+  struct Tokens {
+    const int8_t* digits[N];
     const float* scale[N];
     const int32_t* start[N];
-    V::F32 unit[N], sum_unit[N];
-    for (int n = 0; n < N; ++n) {
-      q[n] = reinterpret_cast<const int16_t*>(body(planes[n]));
-      scale[n] = reinterpret_cast<const float*>(body(planes[n]) + scale_offset(w.cols));
-      start[n] = reinterpret_cast<const int32_t*>(body(planes[n]) + start_offset(w.cols));
-      unit[n] = V::set(header(planes[n]).unit);
-      sum_unit[n] = V::set(header(planes[n]).sum_unit);
-    }
-    TailBytes tail_bytes;
-    for (int64_t r = 0; r < rows; ++r) {
-      typename Format::Row row(w, expert, row0 + r);
-      const uint8_t* next = prefetch_base(w, 0, expert, row0, rows, r, ahead);
-      row.prefetch_scales();
-      V::F32 sum[N];
-      for (int n = 0; n < N; ++n) sum[n] = V::zero();
-      for (int64_t g = 0; g < groups; ++g) {
-        const int64_t ahead_bytes = g * Format::kGroupBytes;
-        for (int64_t line = 0; line < Format::kGroupBytes; line += 64) V::prefetch(next + ahead_bytes + line);
-        group<N, kSteps>(row, g, q, scale, start, unit, sum_unit, g, sum);
-      }
-      if (rest != 0) {
-        typename Format::Row tail = row.tail(groups, rest / kBlock, tail_bytes);
-        group<N, kSteps>(tail, 0, q, scale, start, unit, sum_unit, groups, sum);
-        row.absorb(tail);
-      }
+    V::F32 unit[N];
+    const PlaneHeader* header[N];
+    Tokens(int64_t cols, const uint8_t* const* planes) {
       for (int n = 0; n < N; ++n) {
-        const float result = row.finish(V::sum(sum[n]), header(planes[n]).rescale);
-        out[n * out_stride + r] = row.saw_nan() ? std::numeric_limits<float>::quiet_NaN() : result;
+        digits[n] = reinterpret_cast<const int8_t*>(body(planes[n]));
+        scale[n] = reinterpret_cast<const float*>(body(planes[n]) + scale_offset(cols));
+        start[n] = reinterpret_cast<const int32_t*>(body(planes[n]) + start_offset(cols));
+        header[n] = reinterpret_cast<const PlaneHeader*>(planes[n]);
+        unit[n] = V::set(header[n]->unit * header[n]->sum_unit);
+      }
+    }
+  };
+
+  template <int N, int R>
+  static CPU_MOE_INLINE void dot(const Weight& w, int64_t expert, const int32_t* rows, const Tokens<N>& tokens,
+                                 float* out, int64_t out_stride) {
+    if constexpr (Format::kWideScale) {
+      dot_rows<N, R, false>(w, expert, rows, tokens, out, out_stride);
+      // Where scales are so far out that their products with the activations' may have left float32's range, or a scale
+      // is NaN, the result is no ordinary number or a very small one.
+      for (int i = 0; i < R; ++i) {
+        bool ordinary = true;
+        for (int n = 0; n < N; ++n) {
+          const float magnitude = std::fabs(out[n * out_stride + i]);
+          ordinary &= magnitude >= 0x1p-80f && magnitude <= std::numeric_limits<float>::max();
+        }
+        if (!ordinary) dot_careful<N>(w, expert, rows[i], tokens, out + i, out_stride);
+      }
+    } else {
+      dot_rows<N, R, false>(w, expert, rows, tokens, out, out_stride);
+    }
+  }
+
+  // Seldom needed, so that it stays out of the way.
+  template <int N>
+  [[gnu::noinline, gnu::cold]] static void dot_careful(const Weight& w, int64_t expert, int32_t row,
+                                                       const Tokens<N>& tokens, float* out, int64_t out_stride) {
+    dot_rows<N, 1, true>(w, expert, &row, tokens, out, out_stride);
+  }
+
+  template <int N, int R, bool Careful>
+  static CPU_MOE_INLINE void dot_rows(const Weight& w, int64_t expert, const int32_t* rows, const Tokens<N>& tokens,
+                                      float* out, int64_t out_stride) {
+    using Row = typename Format::template Row<Careful>;
+    const int64_t groups = w.cols / kGroup;
+    const int rest = static_cast<int>(w.cols % kGroup);
+    Row row[R];
+    V::F32 sum[R][N];
+    for (int i = 0; i < R; ++i) {
+      row[i] = Row(w, expert, rows[i]);
+      for (int n = 0; n < N; ++n) sum[i][n] = V::zero();
+    }
+    for (int64_t g = 0; g < groups; ++g) group<N, R, Careful>(row, g, tokens, g, sum);
+    if (rest != 0) {
+      TailBytes bytes[R];
+      Row tail[R];
+      for (int i = 0; i < R; ++i) tail[i] = row[i].tail(groups, rest / kBlock, bytes[i]);
+      group<N, R, Careful>(tail, 0, tokens, groups, sum);
+      for (int i = 0; i < R; ++i) row[i].absorb(tail[i]);
+    }
+    for (int i = 0; i < R; ++i) {
+      const bool nan = row[i].saw_nan();
+      for (int n = 0; n < N; ++n) {
+        const float result = row[i].finish(V::sum(sum[i][n]), tokens.header[n]->rescale);
+        out[n * out_stride + i] = nan ? std::numeric_limits<float>::quiet_NaN() : result;
       }
     }
   }
 
-  template <int N, int Steps>
-  static CPU_MOE_INLINE void group(typename Format::Row& row, int64_t weight_group, const int16_t* const* q,
-                                   const float* const* scale, const int32_t* const* start, const V::F32* unit,
-                                   const V::F32* sum_unit, int64_t g, V::F32* sum) {
-    const V::F32 weight_scale = row.scales(weight_group);
-    V::F32 scales[N];
-    for (int n = 0; n < N; ++n) {
-      scales[n] = V::mul(V::mul(weight_scale, unit[n]), V::load(scale[n] + g * V::kLanes));
-      // Where a scale overflows, zero codes and zero activations still give 0, not 0 * infinity.
-      if constexpr (Format::kWideScale)
-        scales[n] = V::min_keep_nan(V::set(std::numeric_limits<float>::max()), scales[n]);
+  // Group g of the activations with group `at` of the rows.
+  template <int N, int R, bool Careful, class Row>
+  static CPU_MOE_INLINE void group(Row* row, int64_t at, const Tokens<N>& tokens, int64_t g, V::F32 (*sum)[N]) {
+    V::F32 scales[R][N];
+    for (int i = 0; i < R; ++i) {
+      row[i].prefetch(at);
+      const V::F32 weight_scale = row[i].scales(at);
+      for (int n = 0; n < N; ++n) {
+        const V::F32 unit = Careful ? V::set(tokens.header[n]->unit) : tokens.unit[n];
+        scales[i][n] = V::mul(V::mul(weight_scale, unit), V::load(tokens.scale[n] + g * V::kLanes));
+        // Where a scale overflows, zero codes and zero activations still give 0, not 0 * infinity.
+        if constexpr (Careful) scales[i][n] = V::min_keep_nan(V::set(std::numeric_limits<float>::max()), scales[i][n]);
+      }
     }
-    steps<N, 0, Steps>(row, weight_group, q, scales, start, sum_unit, g, sum);
+    steps<N, R, Careful, 0>(row, at, tokens, scales, g, sum);
   }
 
-  template <int N, int K, int Steps>
-  static CPU_MOE_INLINE void steps(const typename Format::Row& row, int64_t weight_group, const int16_t* const* q,
-                                   const V::F32* scales, const int32_t* const* start, const V::F32* sum_unit, int64_t g,
-                                   V::F32* sum) {
-    if constexpr (K < Steps) {
-      V::I16 weights[4];
-      row.weights(weight_group * kSteps + K, weights);
+  template <int N, int R, bool Careful, int K, class Row>
+  static CPU_MOE_INLINE void steps(const Row* row, int64_t at, const Tokens<N>& tokens, const V::F32 (*scales)[N],
+                                   int64_t g, V::F32 (*sum)[N]) {
+    if constexpr (K < kSteps) {
       const int64_t step = g * kSteps + K;
-      for (int n = 0; n < N; ++n) {
-        const int16_t* x = q[n] + step * kStep;
-        const V::I32 a =
-            V::add(V::pair_dot(weights[0], V::load_i16(x)), V::pair_dot(weights[1], V::load_i16(x + kStep / 4)));
-        V::I32 b = V::add(V::pair_dot(weights[2], V::load_i16(x + kStep / 2)),
-                          V::pair_dot(weights[3], V::load_i16(x + 3 * kStep / 4)));
-        if constexpr (Format::kOffset != 0) b = V::add(b, V::load_i32(start[n] + step * V::kLanes));
-        V::F32 products = V::to_f32(V::add(a, b));
-        if constexpr (Format::kWideScale) products = V::mul(products, sum_unit[n]);
-        sum[n] = V::fma(products, V::template spread<kBlock, K>(scales[n]), sum[n]);
+      for (int i = 0; i < R; ++i) {
+        V::Bytes weights[2];
+        row[i].weights(at * kSteps + K, weights);
+        for (int n = 0; n < N; ++n) {
+          V::I32 dot = V::dot_digits(weights[0], weights[1], tokens.digits[n] + step * 2 * kStep);
+          if constexpr (Format::kOffset != 0) dot = V::add(dot, V::load_i32(tokens.start[n] + step * V::kLanes));
+          V::F32 products = V::to_f32(dot);
+          if constexpr (Careful) products = V::mul(products, V::set(tokens.header[n]->sum_unit));
+          sum[i][n] = V::fma(products, V::template spread<kBlock, K>(scales[i][n]), sum[i][n]);
+        }
       }
-      steps<N, K + 1, Steps>(row, weight_group, q, scales, start, sum_unit, g, sum);
+      steps<N, R, Careful, K + 1>(row, at, tokens, scales, g, sum);
     }
   }
 };

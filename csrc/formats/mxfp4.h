@@ -9,28 +9,36 @@ namespace cpu_moe::CPU_MOE_TIER {
 struct Mxfp4 {
   static constexpr int kBlock = 32;
   static constexpr bool kSplitHalves = false;
-  static constexpr int kOffset = 0;
+  static constexpr int kOffset = kE2m1Offset;
   static constexpr float kUnit = kE2m1Unit;
   static constexpr bool kRescale = false;
   static constexpr bool kWideScale = true;  // E8M0 fills float32's range
   static constexpr bool kFastIsQ8_0 = false;
   static constexpr int64_t kGroupBytes = V::kLanes * 16;
 
+  // Careful: scales at the ends of E8M0's range are right too (see int16_planes.h).
+  template <bool Careful>
   class Row {
    public:
+    Row() = default;
     Row(const Weight& w, int64_t expert, int64_t r)
-        : codes_(w.row(0, expert, r)), scales_(w.row(1, expert, r)), table_(V::table(kTwiceE2m1)) {}
+        : codes_(w.row(0, expert, r)), scales_(w.row(1, expert, r)), table_(V::table(kTwiceE2m1Plus12)) {}
 
-    CPU_MOE_INLINE void weights(int64_t step, V::I16* out) const {
+    CPU_MOE_INLINE void weights(int64_t step, V::Bytes* out) const {
       e2m1_weights(codes_ + step * V::kBytes, table_, out);
     }
     CPU_MOE_INLINE V::F32 scales(int64_t group) {
       const V::I32 code = V::template load_scale_bytes<kBlock>(scales_ + group * V::kLanes);
-      largest_ = V::max(largest_, code);
       // The code is float32's exponent field; 0 stands for the subnormal 2^-127.
-      return V::as_f32(V::max(V::template shift_left<23>(code), V::set_i32(0x00400000)));
+      const V::I32 bits = V::template shift_left<23>(code);
+      if constexpr (!Careful) return V::as_f32(bits);
+      largest_ = V::max(largest_, code);
+      return V::as_f32(V::max(bits, V::set_i32(0x00400000)));
     }
-    CPU_MOE_INLINE void prefetch_scales() const { V::prefetch(scales_ + kPrefetchBytes / 16); }
+    CPU_MOE_INLINE void prefetch(int64_t group) const {
+      for (int64_t line = 0; line < kGroupBytes; line += 64)
+        V::prefetch(codes_ + group * kGroupBytes + kPrefetchBytes + line);
+    }
     // The last `blocks` blocks, which are no whole group, from a padded copy: a bank may end where the mapping ends.
     Row tail(int64_t groups, int blocks, TailBytes& copy) const {
       Row t(*this);
@@ -39,7 +47,7 @@ struct Mxfp4 {
       return t;
     }
     void absorb(const Row& tail) { largest_ = V::max(largest_, tail.largest_); }
-    bool saw_nan() const { return V::max_of(largest_) == 255; }
+    bool saw_nan() const { return Careful && V::max_of(largest_) == 255; }
     float finish(float sum, double) const { return sum; }
 
    private:

@@ -9,34 +9,37 @@ namespace cpu_moe::CPU_MOE_TIER {
 struct Nvfp4 {
   static constexpr int kBlock = 16;
   static constexpr bool kSplitHalves = false;
-  static constexpr int kOffset = 0;
-  static constexpr float kUnit = kE2m1Unit;
+  static constexpr int kOffset = kE2m1Offset;
+  static constexpr float kUnit = kE2m1Unit * 0x1p120f;  // 2^120: see scales()
   static constexpr bool kRescale = true;
   static constexpr bool kWideScale = false;
   static constexpr bool kFastIsQ8_0 = false;
   static constexpr int64_t kGroupBytes = V::kLanes * 8;
 
+  template <bool>
   class Row {
    public:
+    Row() = default;
     Row(const Weight& w, int64_t expert, int64_t r)
         : codes_(w.row(0, expert, r)),
           scales_(w.row(1, expert, r)),
           global_(read_unaligned<float>(w.row(2, expert, r))),
-          table_(V::table(kTwiceE2m1)) {}
+          table_(V::table(kTwiceE2m1Plus12)) {}
 
-    CPU_MOE_INLINE void weights(int64_t step, V::I16* out) const {
+    CPU_MOE_INLINE void weights(int64_t step, V::Bytes* out) const {
       e2m1_weights(codes_ + step * V::kBytes, table_, out);
     }
     CPU_MOE_INLINE V::F32 scales(int64_t group) {
-      const V::I32 code = V::template load_scale_bytes<kBlock>(scales_ + group * V::kLanes);
-      const V::I32 magnitude = V::bit_and(code, V::set_i32(0x7F));
-      largest_ = V::max(largest_, magnitude);
-      // sign and magnitude moved to float32's places; 2^120 makes up for the exponent bias, exactly
-      const V::I32 bits =
-          V::add(V::template shift_left<20>(magnitude), V::template shift_left<31>(V::template shift_right<7>(code)));
-      return V::mul(V::as_f32(bits), V::set(0x1p120f));
+      const V::I32 code = V::template load_signed_scale_bytes<kBlock>(scales_ + group * V::kLanes);
+      // Sign and magnitude moved to float32's places; the unit's 2^120 makes up for the exponent bias, exactly.
+      const V::I32 bits = V::bit_and(V::template shift_left<20>(code), V::set_i32(static_cast<int32_t>(0x87F00000)));
+      largest_ = V::max(largest_, V::template shift_left<1>(bits));  // without the sign
+      return V::as_f32(bits);
     }
-    CPU_MOE_INLINE void prefetch_scales() const { V::prefetch(scales_ + kPrefetchBytes / 8); }
+    CPU_MOE_INLINE void prefetch(int64_t group) const {
+      for (int64_t line = 0; line < kGroupBytes; line += 64)
+        V::prefetch(codes_ + group * kGroupBytes + kPrefetchBytes + line);
+    }
     Row tail(int64_t groups, int blocks, TailBytes& copy) const {
       Row t(*this);
       t.codes_ = copy.codes(codes_ + groups * kGroupBytes, blocks * 8);
@@ -44,7 +47,7 @@ struct Nvfp4 {
       return t;
     }
     void absorb(const Row& tail) { largest_ = V::max(largest_, tail.largest_); }
-    bool saw_nan() const { return V::max_of(largest_) == 127; }
+    bool saw_nan() const { return V::max_of(largest_) == 127 << 21; }
     // In double: neither factor order overflows before the product itself does.
     float finish(float sum, double rescale) const {
       return static_cast<float>(static_cast<double>(sum) * static_cast<double>(global_) * rescale);
@@ -53,7 +56,7 @@ struct Nvfp4 {
    private:
     const uint8_t* codes_;
     const uint8_t* scales_;
-    float global_;
+    float global_ = 0;
     V::Bytes table_;
     V::I32 largest_ = V::zero_i32();
   };

@@ -45,48 +45,46 @@ inline float dot_raw(const Weight& w, int64_t expert, int64_t row, const uint8_t
   return static_cast<float>(sum);
 }
 
-// How far ahead of the reads the software prefetch runs. Not swept yet: docs/performance.md.
-constexpr int64_t kPrefetchBytes = 4096;
+// How far ahead of its reads a row's software prefetch runs; the rows of a stream follow each other, so that beyond a
+// row's end lies what its stream reads next.
+constexpr int64_t kPrefetchBytes = 1024;
 
-// Where to prefetch while row `r` of a run of `rows` is read: kPrefetchBytes on, in the run or in what follows it.
-CPU_MOE_INLINE const uint8_t* prefetch_base(const Weight& w, int part, int64_t expert, int64_t row0, int64_t rows,
-                                            int64_t r, const Ahead& ahead) {
-  const int64_t row_bytes = w.row_stride[part];
-  const uint8_t* here = w.row(part, expert, row0 + r) + kPrefetchBytes;
-  const int64_t past_end = (r * row_bytes + kPrefetchBytes) - rows * row_bytes;
-  if (past_end < 0 || ahead.weight == nullptr) return here;
-  return ahead.weight->row(part, ahead.expert, ahead.row) + past_end;
+// Runs the kernel on tokens planes[0..N), R rows at a time.
+template <class Kernel, int N, int R>
+inline void dot_tokens(const Weight& w, int64_t expert, const int32_t* rows, int64_t count,
+                       const uint8_t* const* planes, float* out, int64_t out_stride) {
+  const typename Kernel::template Tokens<N> tokens(w.cols, planes);
+  int64_t j = 0;
+  for (; j + R <= count; j += R) Kernel::template dot<N, R>(w, expert, rows + j, tokens, out + j, out_stride);
+  for (; j < count; ++j) Kernel::template dot<N, 1>(w, expert, rows + j, tokens, out + j, out_stride);
 }
 
-// Runs Kernel::dot<N> over the planes, N of them at a time so that a decoded weight serves N tokens from registers. The
-// arithmetic per plane is the same for every N: results do not depend on which tokens share a call.
+// All planes, up to four at a time so that a decoded weight serves four tokens from registers, and all rows: one token
+// takes kStreams rows at a time (see format.h). The arithmetic per plane and row is the same whatever shares the pass:
+// results do not depend on which tokens share a call.
 template <class Kernel>
-inline void dot_planes(const Weight& w, int64_t expert, int64_t row0, int64_t rows, const uint8_t* const* planes,
-                       int64_t count, float* out, int64_t out_stride, const Ahead& ahead) {
-  const Ahead none;
+inline void dot_planes(const Weight& w, int64_t expert, const int32_t* rows, int64_t row_count,
+                       const uint8_t* const* planes, int64_t count, float* out, int64_t out_stride) {
   std::vector<float> decoded;
   int64_t p = 0;
   while (p < count) {
+    float* to = out + p * out_stride;
     if (header(planes[p]).raw) {
       decoded.resize(static_cast<size_t>(w.cols));
-      for (int64_t r = 0; r < rows; ++r) {
-        out[p * out_stride + r] = dot_raw(w, expert, row0 + r, planes[p], decoded.data());
-      }
+      for (int64_t j = 0; j < row_count; ++j) to[j] = dot_raw(w, expert, rows[j], planes[p], decoded.data());
       ++p;
       continue;
     }
     int64_t n = 1;
     while (n < 4 && p + n < count && !header(planes[p + n]).raw) ++n;
-    const Ahead& next = p == 0 ? ahead : none;  // later passes read what is in cache already
-    float* to = out + p * out_stride;
     if (n == 4) {
-      Kernel::template dot<4>(w, expert, row0, rows, planes + p, to, out_stride, next);
+      dot_tokens<Kernel, 4, 1>(w, expert, rows, row_count, planes + p, to, out_stride);
     } else if (n == 3) {
-      Kernel::template dot<3>(w, expert, row0, rows, planes + p, to, out_stride, next);
+      dot_tokens<Kernel, 3, 1>(w, expert, rows, row_count, planes + p, to, out_stride);
     } else if (n == 2) {
-      Kernel::template dot<2>(w, expert, row0, rows, planes + p, to, out_stride, next);
+      dot_tokens<Kernel, 2, 2>(w, expert, rows, row_count, planes + p, to, out_stride);
     } else {
-      Kernel::template dot<1>(w, expert, row0, rows, planes + p, to, out_stride, next);
+      dot_tokens<Kernel, 1, kStreams>(w, expert, rows, row_count, planes + p, to, out_stride);
     }
     p += n;
   }

@@ -21,11 +21,11 @@ constexpr int64_t kScratchBytes = int64_t{96} << 20;
 constexpr int64_t kKeepBytes = int64_t{16} << 20;
 
 // Weight bytes of a work item. Small: the last item of a phase is what the other threads wait for (16 KiB are ~1 us).
-// Large: a tile's prefetches run on past its end.
-constexpr int64_t kTileBytes = 32 << 10;
-constexpr int64_t kMaxTileRows = 64;
+// Large: what an item costs beside its rows (lists, results, counters) is shared by more of them.
+constexpr int64_t kTileBytes = 64 << 10;
+constexpr int64_t kMaxTileRows = 128;  // of either projection of gate_up, or of down
 // Planes computed per pass over a tile, which bounds the result buffer on the stack.
-constexpr int64_t kMaxPlanes = 32;
+constexpr int64_t kMaxPlanes = 16;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -55,15 +55,31 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-// Rows of one projection cut into tiles, for every group.
+// The outputs of one projection, cut into `streams` equal ranges; a tile takes `step` consecutive outputs from each, so
+// that a thread that goes from tile to tile reads on where it left off in every range (see kStreams).
 struct Tiling {
-  int64_t rows = 0, tile = 0, per_group = 0;
-  Tiling(int64_t rows_, int64_t bytes_per_row, int64_t groups, int threads) : rows(rows_) {
-    tile = std::clamp<int64_t>(kTileBytes / std::max<int64_t>(bytes_per_row, 1), 1, kMaxTileRows);
+  int64_t outputs, streams, range, step, per_group;
+  Tiling(int64_t outputs_, int64_t streams_, int64_t bytes_per_output, int64_t groups, int threads)
+      : outputs(outputs_), streams(streams_), range(ceil_div(outputs_, streams_)) {
+    step =
+        std::clamp<int64_t>(kTileBytes / std::max<int64_t>(streams * bytes_per_output, 1), 1, kMaxTileRows / streams);
     // At least four items a thread, or a late thread leaves the others waiting.
     const int64_t wanted = ceil_div(4 * threads, std::max<int64_t>(groups, 1));
-    tile = std::clamp<int64_t>(ceil_div(rows, wanted), 1, tile);
-    per_group = ceil_div(rows, tile);
+    step = std::clamp<int64_t>(ceil_div(range, wanted), 1, step);
+    per_group = ceil_div(range, step);
+  }
+
+  // For every step of a tile: f(outputs, n), one output of each range that reaches so far.
+  template <class F>
+  void for_each_step(int64_t tile, F f) const {
+    for (int64_t at = tile * step; at < std::min(range, (tile + 1) * step); ++at) {
+      int32_t of_stream[kStreams];
+      int32_t n = 0;
+      for (int64_t s = 0; s < streams && s * range + at < outputs; ++s) {
+        of_stream[n++] = static_cast<int32_t>(s * range + at);
+      }
+      if (n != 0) f(of_stream, n);
+    }
   }
 };
 
@@ -88,8 +104,10 @@ class Round {
         group_count_(static_cast<int64_t>(routes.groups.size())),
         input_plane_bytes_(gate_up_.plane_bytes(call.hidden)),
         middle_plane_bytes_(down_.plane_bytes(call.intermediate)),
-        gate_up_tiles_(call.intermediate, 2 * row_bytes(call.gate_up), group_count_, threads),
-        down_tiles_(call.hidden, row_bytes(call.down), group_count_, threads),
+        // An output's gate row and its up row are two streams, unless they are neighbours.
+        gate_up_tiles_(call.intermediate, call.interleaved ? kStreams : kStreams / 2, 2 * row_bytes(call.gate_up),
+                       group_count_, threads),
+        down_tiles_(call.hidden, kStreams, row_bytes(call.down), group_count_, threads),
         input_planes_(static_cast<size_t>(count)),
         middle_planes_(static_cast<size_t>(route_count_)) {
     input_ = scratch;
@@ -119,11 +137,11 @@ class Round {
     team.barrier();
     std::vector<const uint8_t*> planes;
     std::vector<int32_t> owner;
-    while (gate_up_work_.next(rank, item)) gate_up_tile(item, gate_up_work_.peek_next(rank), planes, owner);
+    while (gate_up_work_.next(rank, item)) gate_up_tile(item, planes, owner);
     team.barrier();
     while (middle_work_.next(rank, item)) prepare_middle(item);
     team.barrier();
-    while (down_work_.next(rank, item)) down_tile(item, down_work_.peek_next(rank), planes, owner);
+    while (down_work_.next(rank, item)) down_tile(item, planes, owner);
     team.barrier();
     std::vector<const float*> parts;
     std::vector<float> weights;
@@ -198,10 +216,35 @@ class Round {
     return end;
   }
 
-  void gate_up_tile(int64_t item, int64_t next_item, std::vector<const uint8_t*>& planes, std::vector<int32_t>& owner) {
+  // The rows of a gate_up tile in the order in which they are read, and where each output's two are among them.
+  struct GateUpRows {
+    int32_t rows[2 * kMaxTileRows];
+    int32_t output[kMaxTileRows], gate_at[kMaxTileRows], up_at[kMaxTileRows];
+    int64_t outputs = 0;
+  };
+
+  void list_gate_up_rows(int64_t tile, GateUpRows& list) const {
+    const int32_t intermediate = static_cast<int32_t>(call_.intermediate);
+    gate_up_tiles_.for_each_step(tile, [&](const int32_t* outputs, int32_t n) {
+      const int32_t first = static_cast<int32_t>(2 * list.outputs);
+      for (int32_t i = 0; i < n; ++i, ++list.outputs) {
+        const int32_t output = outputs[i];
+        const int32_t gate_at = call_.interleaved ? first + i : first + 2 * i;
+        const int32_t up_at = call_.interleaved ? first + n + i : first + 2 * i + 1;
+        list.rows[gate_at] = call_.interleaved ? 2 * output : output;
+        list.rows[up_at] = call_.interleaved ? 2 * output + 1 : intermediate + output;
+        list.output[list.outputs] = output;
+        list.gate_at[list.outputs] = gate_at;
+        list.up_at[list.outputs] = up_at;
+      }
+    });
+  }
+
+  void gate_up_tile(int64_t item, std::vector<const uint8_t*>& planes, std::vector<int32_t>& owner) {
     const Group& group = routes_.groups[static_cast<size_t>(item / gate_up_tiles_.per_group)];
-    const int64_t i0 = item % gate_up_tiles_.per_group * gate_up_tiles_.tile;
-    const int64_t n = std::min(gate_up_tiles_.tile, call_.intermediate - i0);
+    GateUpRows list;
+    list_gate_up_rows(item % gate_up_tiles_.per_group, list);
+    const int64_t n = list.outputs, stride = 2 * n;
     list_planes(
         group,
         [&](int64_t route) {
@@ -209,53 +252,38 @@ class Round {
           return Planes{input_ + t * 2 * input_plane_bytes_, input_plane_bytes_, input_planes_[static_cast<size_t>(t)]};
         },
         planes, owner);
-    Ahead next;
-    if (next_item >= 0) {
-      const int64_t row = next_item % gate_up_tiles_.per_group * gate_up_tiles_.tile;
-      next = {&call_.gate_up, routes_.groups[static_cast<size_t>(next_item / gate_up_tiles_.per_group)].expert,
-              call_.interleaved ? 2 * row : row};
-    }
     float results[kMaxPlanes * 2 * kMaxTileRows];
     float bias[2 * kMaxTileRows];
-    const int64_t stride = 2 * n;
-    for (int64_t j = 0; j < 2 * n; ++j) {
-      const int64_t row = call_.interleaved ? 2 * i0 + j : j < n ? i0 + j : call_.intermediate + i0 + j - n;
-      bias[j] = call_.gate_up_bias.data ? read_float(call_.gate_up_bias, group.expert, row) : 0.0f;
-    }
+    read_bias(call_.gate_up_bias, group.expert, list.rows, stride, bias);
     for (int64_t begin = 0; begin < static_cast<int64_t>(planes.size());) {
       const int64_t end = pass_end(owner, begin);
-      if (call_.interleaved) {
-        gate_up_.dot(call_.gate_up, group.expert, 2 * i0, 2 * n, &planes[static_cast<size_t>(begin)], end - begin,
-                     results, stride, next);
-      } else {
-        const Ahead up = {&call_.gate_up, group.expert, call_.intermediate + i0};
-        gate_up_.dot(call_.gate_up, group.expert, i0, n, &planes[static_cast<size_t>(begin)], end - begin, results,
-                     stride, up);
-        gate_up_.dot(call_.gate_up, group.expert, call_.intermediate + i0, n, &planes[static_cast<size_t>(begin)],
-                     end - begin, results + n, stride, next);
-      }
-      fold_second_planes(results, stride, 2 * n, &owner[static_cast<size_t>(begin)], end - begin);
+      gate_up_.dot(call_.gate_up, group.expert, list.rows, stride, &planes[static_cast<size_t>(begin)], end - begin,
+                   results, stride);
+      fold_second_planes(results, stride, stride, &owner[static_cast<size_t>(begin)], end - begin);
       for (int64_t p = begin; p < end; ++p) {
         if (p > begin && owner[static_cast<size_t>(p)] == owner[static_cast<size_t>(p - 1)]) continue;
-        float gate[kMaxTileRows], up[kMaxTileRows];
+        float gate[kMaxTileRows], up[kMaxTileRows], activated[kMaxTileRows];
         const float* at = results + (p - begin) * stride;
-        const int64_t step = call_.interleaved ? 2 : 1, up_at = call_.interleaved ? 1 : n;
         for (int64_t i = 0; i < n; ++i) {
-          gate[i] = at[i * step] + bias[i * step];
-          up[i] = at[i * step + up_at] + bias[i * step + up_at];
+          gate[i] = at[list.gate_at[i]] + bias[list.gate_at[i]];
+          up[i] = at[list.up_at[i]] + bias[list.up_at[i]];
         }
+        tier_.glu(call_.activation, call_.alpha, call_.limit, gate, up, n, activated);
         const int64_t route = group.first + owner[static_cast<size_t>(p)];
-        tier_.glu(call_.activation, call_.alpha, call_.limit, gate, up, n,
-                  activated_ + route * padded(call_.intermediate) + i0);
+        float* to = activated_ + route * padded(call_.intermediate);
+        for (int64_t i = 0; i < n; ++i) to[list.output[i]] = activated[i];
       }
       begin = end;
     }
   }
 
-  void down_tile(int64_t item, int64_t next_item, std::vector<const uint8_t*>& planes, std::vector<int32_t>& owner) {
+  void down_tile(int64_t item, std::vector<const uint8_t*>& planes, std::vector<int32_t>& owner) {
     const Group& group = routes_.groups[static_cast<size_t>(item / down_tiles_.per_group)];
-    const int64_t h0 = item % down_tiles_.per_group * down_tiles_.tile;
-    const int64_t n = std::min(down_tiles_.tile, call_.hidden - h0);
+    int32_t rows[kMaxTileRows];
+    int64_t n = 0;
+    down_tiles_.for_each_step(item % down_tiles_.per_group, [&](const int32_t* outputs, int32_t count) {
+      for (int32_t i = 0; i < count; ++i) rows[n++] = outputs[i];
+    });
     list_planes(
         group,
         [&](int64_t route) {
@@ -263,27 +291,24 @@ class Round {
                         middle_planes_[static_cast<size_t>(route)]};
         },
         planes, owner);
-    Ahead next;
-    if (next_item >= 0) {
-      next = {&call_.down, routes_.groups[static_cast<size_t>(next_item / down_tiles_.per_group)].expert,
-              next_item % down_tiles_.per_group * down_tiles_.tile};
-    }
     float results[kMaxPlanes * kMaxTileRows];
     float bias[kMaxTileRows];
-    for (int64_t r = 0; r < n; ++r) {
-      bias[r] = call_.down_bias.data ? read_float(call_.down_bias, group.expert, h0 + r) : 0.0f;
-    }
+    read_bias(call_.down_bias, group.expert, rows, n, bias);
     for (int64_t begin = 0; begin < static_cast<int64_t>(planes.size());) {
       const int64_t end = pass_end(owner, begin);
-      down_.dot(call_.down, group.expert, h0, n, &planes[static_cast<size_t>(begin)], end - begin, results, n, next);
+      down_.dot(call_.down, group.expert, rows, n, &planes[static_cast<size_t>(begin)], end - begin, results, n);
       fold_second_planes(results, n, n, &owner[static_cast<size_t>(begin)], end - begin);
       for (int64_t p = begin; p < end; ++p) {
         if (p > begin && owner[static_cast<size_t>(p)] == owner[static_cast<size_t>(p - 1)]) continue;
-        float* to = partial_ + (group.first + owner[static_cast<size_t>(p)]) * padded(call_.hidden) + h0;
-        for (int64_t r = 0; r < n; ++r) to[r] = results[(p - begin) * n + r] + bias[r];
+        float* to = partial_ + (group.first + owner[static_cast<size_t>(p)]) * padded(call_.hidden);
+        for (int64_t i = 0; i < n; ++i) to[rows[i]] = results[(p - begin) * n + i] + bias[i];
       }
       begin = end;
     }
+  }
+
+  static void read_bias(const View2D& from, int64_t expert, const int32_t* rows, int64_t n, float* bias) {
+    for (int64_t i = 0; i < n; ++i) bias[i] = from.data ? read_float(from, expert, rows[i]) : 0.0f;
   }
 
   // Sums a token's routes in the order of their slots and writes its dtype.
