@@ -38,6 +38,7 @@ struct F32 {
 
 template <class Format>
 struct DenseKernel {
+  static constexpr int kStreams = 2;
   static constexpr int kStep = Format::kStep;
 
   static int64_t plane_bytes(int64_t cols) { return round_up(kPlaneHeaderBytes + round_up(cols, kStep) * 4, 64); }
@@ -68,8 +69,7 @@ struct DenseKernel {
   static CPU_MOE_INLINE void dot(const Weight& w, int64_t expert, const int32_t* rows, const Tokens<N>& tokens,
                                  float* out, int64_t out_stride) {
     constexpr int64_t kStepBytes = kStep * Format::kElementBytes;
-    // Independent sums hide the latency of the additions: two of a step's two vectors, and twice that where one row
-    // alone would wait for itself.
+    // No software prefetch: it is slower than the hardware's here. Two sums a row, independent, hide latency.
     const int64_t whole = w.cols / kStep;
     const int64_t rest = w.cols % kStep;
     const uint8_t* row[R];

@@ -3,18 +3,22 @@
 
 namespace cpu_moe::CPU_MOE_TIER {
 
-// Twice the value of each code, so that all are integers, plus 12, so that none is negative.
-constexpr int kE2m1Offset = 12;
-alignas(16) constexpr int8_t kTwiceE2m1Plus12[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+// Twice the value of each code, so that all are integers.
+alignas(16) constexpr int8_t kTwiceE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-CPU_MOE_INLINE void e2m1_weights(const uint8_t* codes, V::Bytes table, V::Bytes* out) {
+// The four vectors of a step: elements 4i, 4i + 1, 4i + 2, 4i + 3, each as 512 times its value.
+CPU_MOE_INLINE void e2m1_weights(const uint8_t* codes, V::Bytes table, V::I16* out) {
   const V::Bytes bytes = V::load_bytes(codes);
-  out[0] = V::lookup(table, V::low_nibbles(bytes));
-  out[1] = V::lookup(table, V::high_nibbles(bytes));
+  const V::Bytes low = V::lookup(table, V::low_nibbles(bytes));
+  const V::Bytes high = V::lookup(table, V::high_nibbles(bytes));
+  out[0] = V::even_bytes_x256(low);
+  out[1] = V::even_bytes_x256(high);
+  out[2] = V::odd_bytes_x256(low);
+  out[3] = V::odd_bytes_x256(high);
 }
 
-// |sum| <= 12 * 32639 * 8 products a lane < 2^24, so float32 holds it exactly; with activations q * 2^(e-14) held as
-// scale 2^(e-1) the unit is 2^-13 / 2.
-constexpr float kE2m1Unit = 0x1p-14f;
+// |sum| <= 12 * 256 * 32768 * 8 products a lane < 2^30; with activations q * 2^(e-14) held as scale 2^(e-1) the unit is
+// 2^-13 / 512.
+constexpr float kE2m1Unit = 0x1p-22f;
 
 }  // namespace cpu_moe::CPU_MOE_TIER

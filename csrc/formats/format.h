@@ -53,11 +53,7 @@ struct Weight {
   }
 };
 
-// Rows that a kernel reads at the same time for one token. One stream of reads does not fill the memory bus: a core
-// keeps too few misses in flight, and a hardware prefetcher follows each stream, and each page, on its own. So the rows
-// that follow each other in a kernel's list come from kStreams places far apart, each of which goes on where it left
-// off (docs/performance.md has the measurements).
-constexpr int kStreams = 4;
+constexpr int kMaxStreams = 2;  // see FormatKernels::streams
 
 // A token's activations as a kernel wants them: a "plane" begins with this header, the format's own layout follows.
 // A token has one plane, or two where the second carries what the first's 16-bit integers could not hold (see
@@ -72,6 +68,11 @@ constexpr int64_t kPlaneHeaderBytes = 64;  // a cache line, so that what follows
 static_assert(sizeof(PlaneHeader) <= kPlaneHeaderBytes);
 
 struct FormatKernels {
+  // Rows that are read at the same time for one token. A kernel with little arithmetic is bound by the misses that a
+  // core keeps in flight, and two places far apart, each followed by the hardware's prefetcher, keep more of them than
+  // one. So consecutive entries of dot()'s list should come from as many places, each of which goes on where it left
+  // off (docs/performance.md has the measurements).
+  int streams;
   // Bytes of one plane for `cols` columns.
   int64_t (*plane_bytes)(int64_t cols);
   // Writes one or two planes (the second at out + plane_bytes) from cols floats; returns how many.

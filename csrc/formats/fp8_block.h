@@ -11,6 +11,7 @@
 namespace cpu_moe::CPU_MOE_TIER {
 
 struct Fp8BlockKernel {
+  static constexpr int kStreams = 1;
   static constexpr int kBlock = 128;
   static constexpr int kStep = V::kBytes;        // weights, a byte each
   static constexpr int kSteps = kBlock / kStep;  // per block
@@ -63,66 +64,47 @@ struct Fp8BlockKernel {
   template <int N, int R>
   static CPU_MOE_INLINE void dot(const Weight& w, int64_t expert, const int32_t* rows, const Tokens<N>& tokens,
                                  float* out, int64_t out_stride) {
+    static_assert(R == 1);
     const int64_t whole = w.cols / kBlock;
-    const int rest = static_cast<int>(w.cols % kBlock);
-    const uint8_t* row[R];
-    const uint8_t* scale_row[R];
-    V::Bytes largest[R];
-    V::F32 sum[R][N];
-    for (int i = 0; i < R; ++i) {
-      row[i] = w.row(0, expert, rows[i]);
-      scale_row[i] = w.row(1, expert, rows[i] / kBlock);
-      largest[i] = V::zero_bytes();
-      for (int n = 0; n < N; ++n) sum[i][n] = V::zero();
+    const int64_t rest = w.cols % kBlock;
+    const uint8_t* codes = w.row(0, expert, rows[0]);
+    const uint8_t* scales = w.row(1, expert, rows[0] / kBlock);
+    V::Bytes largest = V::zero_bytes();
+    V::F32 sum[N];
+    for (int n = 0; n < N; ++n) sum[n] = V::zero();
+    for (int64_t b = 0; b < whole; ++b) {
+      for (int64_t line = 0; line < kBlock; line += 64) V::prefetch(codes + b * kBlock + kPrefetchBytes + line);
+      block<N>(codes + b * kBlock, scale_at(w, scales, b), tokens, b, sum, largest);
     }
-    for (int64_t b = 0; b < whole; ++b) block<N, R>(row, b * kBlock, w, scale_row, tokens, b, sum, largest);
     if (rest != 0) {
-      uint8_t padded[R][kBlock] = {};
-      const uint8_t* tail[R];
-      for (int i = 0; i < R; ++i) {
-        std::memcpy(padded[i], row[i] + whole * kBlock, static_cast<size_t>(rest));
-        tail[i] = padded[i];
-      }
-      block<N, R>(tail, 0, w, scale_row, tokens, whole, sum, largest);
+      uint8_t padded[kBlock] = {};
+      std::memcpy(padded, codes + whole * kBlock, static_cast<size_t>(rest));
+      block<N>(padded, scale_at(w, scales, whole), tokens, whole, sum, largest);
     }
-    for (int i = 0; i < R; ++i) {
-      const bool nan = V::any_magnitude_127(largest[i]);
-      for (int n = 0; n < N; ++n) {
-        out[n * out_stride + i] = nan ? std::numeric_limits<float>::quiet_NaN() : V::sum(sum[i][n]);
-      }
+    const bool nan = V::any_magnitude_127(largest);
+    for (int n = 0; n < N; ++n) {
+      out[n * out_stride] = nan ? std::numeric_limits<float>::quiet_NaN() : V::sum(sum[n]);
     }
   }
 
-  // Block b of R rows; its codes are at row[i] + at.
-  template <int N, int R>
-  static CPU_MOE_INLINE void block(const uint8_t* const* row, int64_t at, const Weight& w,
-                                   const uint8_t* const* scale_row, const Tokens<N>& tokens, int64_t b,
-                                   V::F32 (*sum)[N], V::Bytes* largest) {
-    V::F32 part[R][N][2];
-    for (int i = 0; i < R; ++i) {
-      for (int n = 0; n < N; ++n) part[i][n][0] = part[i][n][1] = V::zero();
-    }
+  template <int N>
+  static CPU_MOE_INLINE void block(const uint8_t* codes, float weight_scale, const Tokens<N>& tokens, int64_t b,
+                                   V::F32* sum, V::Bytes& largest) {
+    V::F32 part[N][2];
+    for (int n = 0; n < N; ++n) part[n][0] = part[n][1] = V::zero();
     for (int s = 0; s < kSteps; ++s) {
-      for (int i = 0; i < R; ++i) {
-        if (s * kStep % 64 == 0) V::prefetch(row[i] + at + s * kStep + kPrefetchBytes);
-        const V::Bytes codes = V::load_bytes(row[i] + at + s * kStep);
-        largest[i] = V::max_magnitude(largest[i], codes);
-        const V::I16 even = V::e4m3_to_bf16(V::even_bytes_x256(codes));
-        const V::I16 odd = V::e4m3_to_bf16(V::as_i16(codes));
-        const V::F32 value[4] = {V::even_bf16(even), V::odd_bf16(even), V::even_bf16(odd), V::odd_bf16(odd)};
-        for (int n = 0; n < N; ++n) {
-          const float* x = tokens.x[n] + b * kBlock + s * kStep;
-          for (int v = 0; v < 4; ++v) {
-            part[i][n][v % 2] = V::fma(value[v], V::load(x + v * V::kLanes), part[i][n][v % 2]);
-          }
-        }
+      const V::Bytes bytes = V::load_bytes(codes + s * kStep);
+      largest = V::max_magnitude(largest, bytes);
+      const V::I16 even = V::e4m3_to_bf16(V::even_bytes_x256(bytes));
+      const V::I16 odd = V::e4m3_to_bf16(V::as_i16(bytes));
+      const V::F32 value[4] = {V::even_bf16(even), V::odd_bf16(even), V::even_bf16(odd), V::odd_bf16(odd)};
+      for (int n = 0; n < N; ++n) {
+        const float* x = tokens.x[n] + b * kBlock + s * kStep;
+        for (int v = 0; v < 4; ++v) part[n][v % 2] = V::fma(value[v], V::load(x + v * V::kLanes), part[n][v % 2]);
       }
     }
-    for (int i = 0; i < R; ++i) {
-      const float weight_scale = scale_at(w, scale_row[i], b);
-      for (int n = 0; n < N; ++n) {
-        sum[i][n] = V::fma(V::add(part[i][n][0], part[i][n][1]), V::set(weight_scale * tokens.scale[n][b]), sum[i][n]);
-      }
+    for (int n = 0; n < N; ++n) {
+      sum[n] = V::fma(V::add(part[n][0], part[n][1]), V::set(weight_scale * tokens.scale[n][b]), sum[n]);
     }
   }
 };

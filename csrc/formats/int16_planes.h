@@ -1,20 +1,19 @@
 // The skeleton of the 4-bit formats: exact integer dot products with 16-bit activations.
 //
 // Activations are cut into the format's blocks. A block with amax in [2^e, 2^(e+1)) is stored as q = rint(x *
-// 2^(14-e)), an int16, and the scale 2^(e-1). So |x - q * 2^(e-14)| <= 2^(e-15) <= 2^-15 * amax(block), and every bf16
-// value down to amax / 2^7 is exact. Where that is too coarse - a quarter or more of a block's non-zero values are
-// inexact and below amax / 2^10, that is, an outlier hides its neighbours - the token gets a second plane with the
-// remainders, 15 bits further down, and the two results are added: the error is then <= 2^-30 * amax.
+// 2^(14-e)), an int16, and the scale 2^(e-1); an amax that would round to 32768 takes the next e. So |x - q * 2^(e-14)|
+// <= 2^(e-15) <= 2^-15 * amax(block), and every bf16 value down to amax / 2^7 is exact. Where that is too coarse - a
+// quarter or more of a block's non-zero values are inexact and below amax / 2^10, that is, an outlier hides its
+// neighbours - the token gets a second plane with the remainders, 15 bits further down, and the two results are added:
+// the error is then <= 2^-30 * amax.
 //
-// q is kept as two signed bytes, q = 256 * high + low, and a weight of the format as an unsigned byte u, 0 <= u <= 24,
-// that stands for u - kOffset: u * high and u * low are what byte multiplications do. |q| <= 32639 so that `high` fits;
-// a block whose amax rounds to more takes the next e. A block's products are summed in int32, exactly, then converted
-// once and multiplied by (weight scale * activation scale * unit).
+// A weight of the format is an integer w (|w| * 32768 * 16 must fit 31 bits) times its block's scale. A block's
+// products are summed in int32, exactly, then converted once and multiplied by (weight scale * activation scale *
+// unit).
 //
-// Layout of a plane's body: the digits, in steps of 2 * kBytes weights: `high` for the weights in the low nibbles of
-// the step's kBytes bytes of codes, `high` for those in the high nibbles, then `low` in the same way; then float
-// scales, a slot per block; then, where kOffset is not 0, one int32 vector a step to start the sums from, -kOffset *
-// (sum of the q that enter a lane).
+// Layout of a plane's body: int16 q, in steps of 2 * kBytes weights, each step as four vectors in the order in
+// which the weights come out of their bytes; then float scales, a slot per block; then, for formats with an offset, one
+// int32 vector a step to start the sums from.
 #pragma once
 
 namespace cpu_moe::CPU_MOE_TIER {
@@ -37,6 +36,7 @@ class TailBytes {
 
 template <class Format>
 struct Int16Kernel {
+  static constexpr int kStreams = 1;
   static constexpr int kBlock = Format::kBlock;
   static constexpr int kStep = 2 * V::kBytes;    // weights per step: kBytes bytes of nibbles
   static constexpr int kSteps = kBlock / 8;      // steps per group
@@ -51,12 +51,13 @@ struct Int16Kernel {
     return round_up(kPlaneHeaderBytes + std::max(start_offset(cols) + start_bytes, cols * 4), 64);
   }
 
-  // Where element c of a step's kStep elements lies in the two vectors of `high` (and `low`).
+  // Where element c of a step's kStep elements lies among its four vectors of kBytes / 2.
   static constexpr int position(int c) {
     if constexpr (Format::kSplitHalves) {  // byte j of a block holds elements j (low nibble) and j + 16 (high)
-      return c % 32 / 16 * V::kBytes + c / 32 * 16 + c % 16;
+      const int block = c / 32, j = c % 16, high = c % 32 / 16;
+      return (2 * (j % 2) + high) * (V::kBytes / 2) + block * 8 + j / 2;
     } else {  // byte j holds elements 2j (low) and 2j + 1 (high)
-      return c % 2 * V::kBytes + c / 2;
+      return (c % 4) * (V::kBytes / 2) + c / 4;
     }
   }
   static constexpr auto kPosition = [] {
@@ -67,19 +68,20 @@ struct Int16Kernel {
 
   // Stores one block of integers, its scale and its start value.
   static void put_block(uint8_t* plane, int64_t cols, int64_t block, const int32_t* q, float scale) {
-    int8_t* high = reinterpret_cast<int8_t*>(body(plane)) + block * kBlock / kStep * kStep * 2;
-    int8_t* low = high + kStep;
+    int16_t* values = reinterpret_cast<int16_t*>(body(plane)) + block * kBlock / kStep * kStep;
     const int first = static_cast<int>(block * kBlock % kStep);
-    int32_t* start = reinterpret_cast<int32_t*>(body(plane) + start_offset(cols)) + block * kBlock / kStep * V::kLanes;
+    int32_t total = 0;
     for (int i = 0; i < kBlock; ++i) {
-      const int8_t digit = static_cast<int8_t>(q[i]);
-      low[kPosition[first + i]] = digit;
-      high[kPosition[first + i]] = static_cast<int8_t>((q[i] - digit) / 256);
-      if constexpr (Format::kOffset != 0) start[kPosition[first + i] % V::kBytes / 4] -= Format::kOffset * q[i];
+      values[kPosition[first + i]] = static_cast<int16_t>(q[i]);
+      total += q[i];
     }
     const int64_t group = block / V::kLanes;
     float* scales = reinterpret_cast<float*>(body(plane) + scale_offset(cols)) + group * V::kLanes;
     scales[V::scale_slot(kBlock, static_cast<int>(block % V::kLanes))] = scale;
+    if constexpr (Format::kOffset != 0) {
+      int32_t* start = reinterpret_cast<int32_t*>(body(plane) + start_offset(cols)) + block * (kBlock / 8);
+      start[0] = -Format::kOffset * total;
+    }
   }
 
   static int prepare(const float* x, int64_t cols, Precision precision, uint8_t* out) {
@@ -159,7 +161,7 @@ struct Int16Kernel {
     const int e = std::max(exponent_of(amax), -148);
     const int first = std::min(14 - e, 100);
     const float scaled = std::bit_cast<float>(amax) * exp2_float(first) * exp2_float(14 - e - first);
-    return scaled > 32639.0f ? e + 1 : e;
+    return scaled >= 32767.5f ? e + 1 : e;
   }
 
   static float scale_of(int e) {
@@ -187,14 +189,14 @@ struct Int16Kernel {
 
   template <int N>
   struct Tokens {
-    const int8_t* digits[N];
+    const int16_t* q[N];
     const float* scale[N];
     const int32_t* start[N];
     V::F32 unit[N];
     const PlaneHeader* header[N];
     Tokens(int64_t cols, const uint8_t* const* planes) {
       for (int n = 0; n < N; ++n) {
-        digits[n] = reinterpret_cast<const int8_t*>(body(planes[n]));
+        q[n] = reinterpret_cast<const int16_t*>(body(planes[n]));
         scale[n] = reinterpret_cast<const float*>(body(planes[n]) + scale_offset(cols));
         start[n] = reinterpret_cast<const int32_t*>(body(planes[n]) + start_offset(cols));
         header[n] = reinterpret_cast<const PlaneHeader*>(planes[n]);
@@ -206,20 +208,17 @@ struct Int16Kernel {
   template <int N, int R>
   static CPU_MOE_INLINE void dot(const Weight& w, int64_t expert, const int32_t* rows, const Tokens<N>& tokens,
                                  float* out, int64_t out_stride) {
+    static_assert(R == 1);
+    dot_row<N, false>(w, expert, rows[0], tokens, out, out_stride);
     if constexpr (Format::kWideScale) {
-      dot_rows<N, R, false>(w, expert, rows, tokens, out, out_stride);
       // Where scales are so far out that their products with the activations' may have left float32's range, or a scale
       // is NaN, the result is no ordinary number or a very small one.
-      for (int i = 0; i < R; ++i) {
-        bool ordinary = true;
-        for (int n = 0; n < N; ++n) {
-          const float magnitude = std::fabs(out[n * out_stride + i]);
-          ordinary &= magnitude >= 0x1p-80f && magnitude <= std::numeric_limits<float>::max();
-        }
-        if (!ordinary) dot_careful<N>(w, expert, rows[i], tokens, out + i, out_stride);
+      bool ordinary = true;
+      for (int n = 0; n < N; ++n) {
+        const float magnitude = std::fabs(out[n * out_stride]);
+        ordinary &= magnitude >= 0x1p-80f && magnitude <= std::numeric_limits<float>::max();
       }
-    } else {
-      dot_rows<N, R, false>(w, expert, rows, tokens, out, out_stride);
+      if (!ordinary) dot_careful<N>(w, expert, rows[0], tokens, out, out_stride);
     }
   }
 
@@ -227,72 +226,68 @@ struct Int16Kernel {
   template <int N>
   [[gnu::noinline, gnu::cold]] static void dot_careful(const Weight& w, int64_t expert, int32_t row,
                                                        const Tokens<N>& tokens, float* out, int64_t out_stride) {
-    dot_rows<N, 1, true>(w, expert, &row, tokens, out, out_stride);
+    dot_row<N, true>(w, expert, row, tokens, out, out_stride);
   }
 
-  template <int N, int R, bool Careful>
-  static CPU_MOE_INLINE void dot_rows(const Weight& w, int64_t expert, const int32_t* rows, const Tokens<N>& tokens,
-                                      float* out, int64_t out_stride) {
+  template <int N, bool Careful>
+  static CPU_MOE_INLINE void dot_row(const Weight& w, int64_t expert, int32_t r, const Tokens<N>& tokens, float* out,
+                                     int64_t out_stride) {
     using Row = typename Format::template Row<Careful>;
     const int64_t groups = w.cols / kGroup;
     const int rest = static_cast<int>(w.cols % kGroup);
-    Row row[R];
-    V::F32 sum[R][N];
-    for (int i = 0; i < R; ++i) {
-      row[i] = Row(w, expert, rows[i]);
-      for (int n = 0; n < N; ++n) sum[i][n] = V::zero();
+    Row row(w, expert, r);
+    V::F32 sum[N];
+    for (int n = 0; n < N; ++n) sum[n] = V::zero();
+    for (int64_t g = 0; g < groups; ++g) {
+      row.prefetch(g);
+      group<N, Careful>(row, g, tokens, g, sum);
     }
-    for (int64_t g = 0; g < groups; ++g) group<N, R, Careful>(row, g, tokens, g, sum);
     if (rest != 0) {
-      TailBytes bytes[R];
-      Row tail[R];
-      for (int i = 0; i < R; ++i) tail[i] = row[i].tail(groups, rest / kBlock, bytes[i]);
-      group<N, R, Careful>(tail, 0, tokens, groups, sum);
-      for (int i = 0; i < R; ++i) row[i].absorb(tail[i]);
+      TailBytes bytes;
+      Row tail = row.tail(groups, rest / kBlock, bytes);
+      group<N, Careful>(tail, 0, tokens, groups, sum);
+      row.absorb(tail);
     }
-    for (int i = 0; i < R; ++i) {
-      const bool nan = row[i].saw_nan();
-      for (int n = 0; n < N; ++n) {
-        const float result = row[i].finish(V::sum(sum[i][n]), tokens.header[n]->rescale);
-        out[n * out_stride + i] = nan ? std::numeric_limits<float>::quiet_NaN() : result;
-      }
+    const bool nan = row.saw_nan();
+    for (int n = 0; n < N; ++n) {
+      const float result = row.finish(V::sum(sum[n]), tokens.header[n]->rescale);
+      out[n * out_stride] = nan ? std::numeric_limits<float>::quiet_NaN() : result;
     }
   }
 
-  // Group g of the activations with group `at` of the rows.
-  template <int N, int R, bool Careful, class Row>
-  static CPU_MOE_INLINE void group(Row* row, int64_t at, const Tokens<N>& tokens, int64_t g, V::F32 (*sum)[N]) {
-    V::F32 scales[R][N];
-    for (int i = 0; i < R; ++i) {
-      row[i].prefetch(at);
-      const V::F32 weight_scale = row[i].scales(at);
-      for (int n = 0; n < N; ++n) {
-        const V::F32 unit = Careful ? V::set(tokens.header[n]->unit) : tokens.unit[n];
-        scales[i][n] = V::mul(V::mul(weight_scale, unit), V::load(tokens.scale[n] + g * V::kLanes));
-        // Where a scale overflows, zero codes and zero activations still give 0, not 0 * infinity.
-        if constexpr (Careful) scales[i][n] = V::min_keep_nan(V::set(std::numeric_limits<float>::max()), scales[i][n]);
-      }
+  // Group g of the activations with group `at` of the row.
+  template <int N, bool Careful, class Row>
+  static CPU_MOE_INLINE void group(Row& row, int64_t at, const Tokens<N>& tokens, int64_t g, V::F32* sum) {
+    const V::F32 weight_scale = row.scales(at);
+    V::F32 scales[N];
+    for (int n = 0; n < N; ++n) {
+      const V::F32 unit = Careful ? V::set(tokens.header[n]->unit) : tokens.unit[n];
+      scales[n] = V::mul(V::mul(weight_scale, unit), V::load(tokens.scale[n] + g * V::kLanes));
+      // Where a scale overflows, zero codes and zero activations still give 0, not 0 * infinity.
+      if constexpr (Careful) scales[n] = V::min_keep_nan(V::set(std::numeric_limits<float>::max()), scales[n]);
     }
-    steps<N, R, Careful, 0>(row, at, tokens, scales, g, sum);
+    steps<N, Careful, 0>(row, at, tokens, scales, g, sum);
   }
 
-  template <int N, int R, bool Careful, int K, class Row>
-  static CPU_MOE_INLINE void steps(const Row* row, int64_t at, const Tokens<N>& tokens, const V::F32 (*scales)[N],
-                                   int64_t g, V::F32 (*sum)[N]) {
+  template <int N, bool Careful, int K, class Row>
+  static CPU_MOE_INLINE void steps(const Row& row, int64_t at, const Tokens<N>& tokens, const V::F32* scales, int64_t g,
+                                   V::F32* sum) {
     if constexpr (K < kSteps) {
       const int64_t step = g * kSteps + K;
-      for (int i = 0; i < R; ++i) {
-        V::Bytes weights[2];
-        row[i].weights(at * kSteps + K, weights);
-        for (int n = 0; n < N; ++n) {
-          V::I32 dot = V::dot_digits(weights[0], weights[1], tokens.digits[n] + step * 2 * kStep);
-          if constexpr (Format::kOffset != 0) dot = V::add(dot, V::load_i32(tokens.start[n] + step * V::kLanes));
-          V::F32 products = V::to_f32(dot);
-          if constexpr (Careful) products = V::mul(products, V::set(tokens.header[n]->sum_unit));
-          sum[i][n] = V::fma(products, V::template spread<kBlock, K>(scales[i][n]), sum[i][n]);
-        }
+      V::I16 weights[4];
+      row.weights(at * kSteps + K, weights);
+      for (int n = 0; n < N; ++n) {
+        const int16_t* q = tokens.q[n] + step * kStep;
+        const V::I32 a =
+            V::add(V::pair_dot(weights[0], V::load_i16(q)), V::pair_dot(weights[1], V::load_i16(q + kStep / 4)));
+        V::I32 b = V::add(V::pair_dot(weights[2], V::load_i16(q + kStep / 2)),
+                          V::pair_dot(weights[3], V::load_i16(q + 3 * kStep / 4)));
+        if constexpr (Format::kOffset != 0) b = V::add(b, V::load_i32(tokens.start[n] + step * V::kLanes));
+        V::F32 products = V::to_f32(V::add(a, b));
+        if constexpr (Careful) products = V::mul(products, V::set(tokens.header[n]->sum_unit));
+        sum[n] = V::fma(products, V::template spread<kBlock, K>(scales[n]), sum[n]);
       }
-      steps<N, R, Careful, K + 1>(row, at, tokens, scales, g, sum);
+      steps<N, Careful, K + 1>(row, at, tokens, scales, g, sum);
     }
   }
 };

@@ -9,7 +9,7 @@ namespace cpu_moe::CPU_MOE_TIER {
 struct Mxfp4 {
   static constexpr int kBlock = 32;
   static constexpr bool kSplitHalves = false;
-  static constexpr int kOffset = kE2m1Offset;
+  static constexpr int kOffset = 0;
   static constexpr float kUnit = kE2m1Unit;
   static constexpr bool kRescale = false;
   static constexpr bool kWideScale = true;  // E8M0 fills float32's range
@@ -20,11 +20,10 @@ struct Mxfp4 {
   template <bool Careful>
   class Row {
    public:
-    Row() = default;
     Row(const Weight& w, int64_t expert, int64_t r)
-        : codes_(w.row(0, expert, r)), scales_(w.row(1, expert, r)), table_(V::table(kTwiceE2m1Plus12)) {}
+        : codes_(w.row(0, expert, r)), scales_(w.row(1, expert, r)), table_(V::table(kTwiceE2m1)) {}
 
-    CPU_MOE_INLINE void weights(int64_t step, V::Bytes* out) const {
+    CPU_MOE_INLINE void weights(int64_t step, V::I16* out) const {
       e2m1_weights(codes_ + step * V::kBytes, table_, out);
     }
     CPU_MOE_INLINE V::F32 scales(int64_t group) {

@@ -9,7 +9,7 @@ namespace cpu_moe::CPU_MOE_TIER {
 struct Nvfp4 {
   static constexpr int kBlock = 16;
   static constexpr bool kSplitHalves = false;
-  static constexpr int kOffset = kE2m1Offset;
+  static constexpr int kOffset = 0;
   static constexpr float kUnit = kE2m1Unit * 0x1p120f;  // 2^120: see scales()
   static constexpr bool kRescale = true;
   static constexpr bool kWideScale = false;
@@ -19,14 +19,13 @@ struct Nvfp4 {
   template <bool>
   class Row {
    public:
-    Row() = default;
     Row(const Weight& w, int64_t expert, int64_t r)
         : codes_(w.row(0, expert, r)),
           scales_(w.row(1, expert, r)),
           global_(read_unaligned<float>(w.row(2, expert, r))),
-          table_(V::table(kTwiceE2m1Plus12)) {}
+          table_(V::table(kTwiceE2m1)) {}
 
-    CPU_MOE_INLINE void weights(int64_t step, V::Bytes* out) const {
+    CPU_MOE_INLINE void weights(int64_t step, V::I16* out) const {
       e2m1_weights(codes_ + step * V::kBytes, table_, out);
     }
     CPU_MOE_INLINE V::F32 scales(int64_t group) {
@@ -56,7 +55,7 @@ struct Nvfp4 {
    private:
     const uint8_t* codes_;
     const uint8_t* scales_;
-    float global_ = 0;
+    float global_;
     V::Bytes table_;
     V::I32 largest_ = V::zero_i32();
   };

@@ -45,9 +45,10 @@ inline float dot_raw(const Weight& w, int64_t expert, int64_t row, const uint8_t
   return static_cast<float>(sum);
 }
 
-// How far ahead of its reads a row's software prefetch runs; the rows of a stream follow each other, so that beyond a
-// row's end lies what its stream reads next.
-constexpr int64_t kPrefetchBytes = 1024;
+// How far ahead of its reads a kernel's software prefetch runs, for kernels whose arithmetic leaves the hardware's
+// prefetcher too few reads to work with. Every line is asked for, or none: some of them confuse that prefetcher. Rows
+// follow each other, so beyond a row's end lies what is read next (docs/performance.md has the measurements).
+constexpr int64_t kPrefetchBytes = 4096;
 
 // Runs the kernel on tokens planes[0..N), R rows at a time.
 template <class Kernel, int N, int R>
@@ -55,13 +56,15 @@ inline void dot_tokens(const Weight& w, int64_t expert, const int32_t* rows, int
                        const uint8_t* const* planes, float* out, int64_t out_stride) {
   const typename Kernel::template Tokens<N> tokens(w.cols, planes);
   int64_t j = 0;
-  for (; j + R <= count; j += R) Kernel::template dot<N, R>(w, expert, rows + j, tokens, out + j, out_stride);
+  if constexpr (R > 1) {
+    for (; j + R <= count; j += R) Kernel::template dot<N, R>(w, expert, rows + j, tokens, out + j, out_stride);
+  }
   for (; j < count; ++j) Kernel::template dot<N, 1>(w, expert, rows + j, tokens, out + j, out_stride);
 }
 
-// All planes, up to four at a time so that a decoded weight serves four tokens from registers, and all rows: one token
-// takes kStreams rows at a time (see format.h). The arithmetic per plane and row is the same whatever shares the pass:
-// results do not depend on which tokens share a call.
+// All planes, up to four at a time so that a decoded weight serves four tokens from registers, and all rows. The
+// arithmetic per plane and row is the same whatever shares the pass: results do not depend on which tokens share a
+// call.
 template <class Kernel>
 inline void dot_planes(const Weight& w, int64_t expert, const int32_t* rows, int64_t row_count,
                        const uint8_t* const* planes, int64_t count, float* out, int64_t out_stride) {
@@ -82,9 +85,9 @@ inline void dot_planes(const Weight& w, int64_t expert, const int32_t* rows, int
     } else if (n == 3) {
       dot_tokens<Kernel, 3, 1>(w, expert, rows, row_count, planes + p, to, out_stride);
     } else if (n == 2) {
-      dot_tokens<Kernel, 2, 2>(w, expert, rows, row_count, planes + p, to, out_stride);
+      dot_tokens<Kernel, 2, Kernel::kStreams>(w, expert, rows, row_count, planes + p, to, out_stride);
     } else {
-      dot_tokens<Kernel, 1, kStreams>(w, expert, rows, row_count, planes + p, to, out_stride);
+      dot_tokens<Kernel, 1, Kernel::kStreams>(w, expert, rows, row_count, planes + p, to, out_stride);
     }
     p += n;
   }
@@ -92,7 +95,7 @@ inline void dot_planes(const Weight& w, int64_t expert, const int32_t* rows, int
 
 template <class Kernel>
 constexpr FormatKernels kernels_of() {
-  return {Kernel::plane_bytes, Kernel::prepare, dot_planes<Kernel>};
+  return {Kernel::kStreams, Kernel::plane_bytes, Kernel::prepare, dot_planes<Kernel>};
 }
 
 }  // namespace cpu_moe::CPU_MOE_TIER

@@ -10,7 +10,7 @@ struct Q4_0 {
   static constexpr int kBlock = 32;
   static constexpr bool kSplitHalves = true;
   static constexpr int kOffset = 8;
-  // |sum| <= 8 * 32639 * 8 products a lane < 2^24; activations q * 2^(e-14) are held as scale 2^(e-1).
+  // |sum| <= 15 * 32768 * 8 + 8 * 32 * 32768 a lane < 2^24; activations q * 2^(e-14) are held as scale 2^(e-1).
   static constexpr float kUnit = 0x1p-13f;
   static constexpr bool kRescale = false;
   static constexpr bool kWideScale = false;
@@ -21,13 +21,14 @@ struct Q4_0 {
   template <bool>
   class Row {
    public:
-    Row() = default;
     Row(const Weight& w, int64_t expert, int64_t r) : blocks_(w.row(0, expert, r)) {}
 
-    CPU_MOE_INLINE void weights(int64_t step, V::Bytes* out) const {
+    CPU_MOE_INLINE void weights(int64_t step, V::I16* out) const {
       const V::Bytes bytes = V::load_blocks(blocks_ + step * (V::kBytes / 16) * kBlockBytes + 2, kBlockBytes);
-      out[0] = V::low_nibbles(bytes);
-      out[1] = V::high_nibbles(bytes);
+      out[0] = V::template nibble<0>(bytes);
+      out[1] = V::template nibble<1>(bytes);
+      out[2] = V::template nibble<2>(bytes);
+      out[3] = V::template nibble<3>(bytes);
     }
     CPU_MOE_INLINE V::F32 scales(int64_t group) const {
       return V::template gather_f16_scales<kBlock>(blocks_ + group * kGroupBytes, kBlockBytes);

@@ -56,7 +56,7 @@ class Scratch {
 };
 
 // The outputs of one projection, cut into `streams` equal ranges; a tile takes `step` consecutive outputs from each, so
-// that a thread that goes from tile to tile reads on where it left off in every range (see kStreams).
+// that a thread that goes from tile to tile reads on where it left off in every range (see FormatKernels::streams).
 struct Tiling {
   int64_t outputs, streams, range, step, per_group;
   Tiling(int64_t outputs_, int64_t streams_, int64_t bytes_per_output, int64_t groups, int threads)
@@ -73,7 +73,7 @@ struct Tiling {
   template <class F>
   void for_each_step(int64_t tile, F f) const {
     for (int64_t at = tile * step; at < std::min(range, (tile + 1) * step); ++at) {
-      int32_t of_stream[kStreams];
+      int32_t of_stream[kMaxStreams];
       int32_t n = 0;
       for (int64_t s = 0; s < streams && s * range + at < outputs; ++s) {
         of_stream[n++] = static_cast<int32_t>(s * range + at);
@@ -104,10 +104,10 @@ class Round {
         group_count_(static_cast<int64_t>(routes.groups.size())),
         input_plane_bytes_(gate_up_.plane_bytes(call.hidden)),
         middle_plane_bytes_(down_.plane_bytes(call.intermediate)),
-        // An output's gate row and its up row are two streams, unless they are neighbours.
-        gate_up_tiles_(call.intermediate, call.interleaved ? kStreams : kStreams / 2, 2 * row_bytes(call.gate_up),
+        // An output's gate row and its up row are two places, unless they are neighbours.
+        gate_up_tiles_(call.intermediate, call.interleaved ? gate_up_.streams : 1, 2 * row_bytes(call.gate_up),
                        group_count_, threads),
-        down_tiles_(call.hidden, kStreams, row_bytes(call.down), group_count_, threads),
+        down_tiles_(call.hidden, down_.streams, row_bytes(call.down), group_count_, threads),
         input_planes_(static_cast<size_t>(count)),
         middle_planes_(static_cast<size_t>(route_count_)) {
     input_ = scratch;

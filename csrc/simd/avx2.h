@@ -36,18 +36,20 @@ struct V {
 
   // --- 16-bit integers -------------------------------------------------------------------------------------------
   static CPU_MOE_INLINE I16 even_bytes_x256(Bytes v) { return _mm256_slli_epi16(v, 8); }
+  static CPU_MOE_INLINE I16 odd_bytes_x256(Bytes v) {
+    return _mm256_and_si256(v, _mm256_set1_epi16(static_cast<short>(0xFF00)));
+  }
+  template <int K>
+  static CPU_MOE_INLINE I16 nibble(Bytes v) {
+    if constexpr (K == 0) return _mm256_and_si256(v, _mm256_set1_epi16(15));
+    if constexpr (K == 3) return _mm256_srli_epi16(v, 12);
+    return _mm256_and_si256(_mm256_srli_epi16(v, 4 * K), _mm256_set1_epi16(15));
+  }
   static CPU_MOE_INLINE I16 as_i16(Bytes v) { return v; }
+  static CPU_MOE_INLINE I16 load_i16(const int16_t* p) { return load_bytes(p); }
+  static CPU_MOE_INLINE I32 pair_dot(I16 a, I16 b) { return _mm256_madd_epi16(a, b); }
   static CPU_MOE_INLINE I16 e4m3_to_bf16(I16 v) {
     return _mm256_and_si256(_mm256_srai_epi16(v, 4), _mm256_set1_epi16(static_cast<short>(0x87F0)));
-  }
-  static CPU_MOE_INLINE I32 dot_digits(Bytes a, Bytes b, const int8_t* digits) {
-    // No saturation: |31 * 128| * 2 * 2 < 2^15.
-    const __m256i high = _mm256_add_epi16(_mm256_maddubs_epi16(a, load_bytes(digits)),
-                                          _mm256_maddubs_epi16(b, load_bytes(digits + kBytes)));
-    const __m256i low = _mm256_add_epi16(_mm256_maddubs_epi16(a, load_bytes(digits + 2 * kBytes)),
-                                         _mm256_maddubs_epi16(b, load_bytes(digits + 3 * kBytes)));
-    return _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(256)),
-                            _mm256_madd_epi16(low, _mm256_set1_epi16(1)));
   }
 
   // --- 32-bit integers -------------------------------------------------------------------------------------------

@@ -55,26 +55,31 @@ struct V {
   static CPU_MOE_INLINE I16 even_bytes_x256(Bytes v) {
     return each<I16>([&](int i) { return static_cast<int16_t>(v.at[2 * i] << 8); });
   }
+  static CPU_MOE_INLINE I16 odd_bytes_x256(Bytes v) {
+    return each<I16>([&](int i) { return static_cast<int16_t>(v.at[2 * i + 1] << 8); });
+  }
+  // Nibble K (0 lowest .. 3 highest) of every 16-bit lane, unsigned.
+  template <int K>
+  static CPU_MOE_INLINE I16 nibble(Bytes v) {
+    return each<I16>([&](int i) {
+      const uint8_t byte = v.at[2 * i + K / 2];
+      return static_cast<int16_t>(K % 2 ? byte >> 4 : byte & 15);
+    });
+  }
   static CPU_MOE_INLINE I16 as_i16(Bytes v) {
     return each<I16>([&](int i) { return static_cast<int16_t>(v.at[2 * i] | v.at[2 * i + 1] << 8); });
+  }
+  static CPU_MOE_INLINE I16 load_i16(const int16_t* p) { return read<I16>(p); }
+  // Lane i: a[2i] * b[2i] + a[2i + 1] * b[2i + 1].
+  static CPU_MOE_INLINE I32 pair_dot(I16 a, I16 b) {
+    return each<I32>([&](int i) {
+      return static_cast<int32_t>(a.at[2 * i]) * b.at[2 * i] + static_cast<int32_t>(a.at[2 * i + 1]) * b.at[2 * i + 1];
+    });
   }
   // E4M3 in the high byte of a lane (the low byte may be anything) -> bf16 bits of its value * 2^-120. Subnormal codes
   // come out as subnormal bf16, so no code is special but NaN, which comes out as 480 * 2^-120.
   static CPU_MOE_INLINE I16 e4m3_to_bf16(I16 v) {
     return each<I16>([&](int i) { return static_cast<int16_t>((v.at[i] >> 4) & 0x87F0); });
-  }
-
-  // Lane i: the sum over the bytes j = 4i .. 4i + 3 of a[j] * (256 * high_a[j] + low_a[j]) + b[j] * (256 * high_b[j] +
-  // low_b[j]); `digits` are the vectors high_a, high_b, low_a, low_b, signed. a and b are unsigned, at most 31.
-  static CPU_MOE_INLINE I32 dot_digits(Bytes a, Bytes b, const int8_t* digits) {
-    return each<I32>([&](int i) {
-      int32_t sum = 0;
-      for (int j = 4 * i; j < 4 * i + 4; ++j) {
-        sum += a.at[j] * (256 * digits[j] + digits[2 * kBytes + j]);
-        sum += b.at[j] * (256 * digits[kBytes + j] + digits[3 * kBytes + j]);
-      }
-      return sum;
-    });
   }
 
   // --- 32-bit integers -------------------------------------------------------------------------------------------
