@@ -56,15 +56,15 @@ def test_the_correct_call_is_correct() -> None:
 @pytest.mark.parametrize(
     ("dtype", "name"),
     [
-        (torch.float64, "double|float64"),
-        (torch.int32, "int"),
-        (torch.uint8, "byte|uint8"),
-        (torch.complex64, "complex"),
-        (torch.float8_e4m3fn, "float8"),
+        (torch.float64, "float64"),
+        (torch.int32, "int32"),
+        (torch.uint8, "uint8"),
+        (torch.complex64, "complex64"),
+        (torch.float8_e4m3fn, "float8_e4m3fn"),
     ],
 )
 def test_hidden_dtype(dtype: torch.dtype, name: str) -> None:
-    fails(TypeError, call(hidden=torch.zeros(M, H).to(dtype)), "hidden", f"(?i)got.*({name})", "bfloat16")
+    fails(TypeError, call(hidden=torch.zeros(M, H).to(dtype)), "hidden", f"got {name}", "bfloat16")
 
 
 @pytest.mark.parametrize("shape", [(H,), (M, H, 1), (1, M, H)])
@@ -343,17 +343,18 @@ def test_out_that_overlaps_itself_or_hidden() -> None:
         (lambda: ops.quantize(torch.zeros(2, 32), "mxfp4"), ValueError, ("weight", r"\[2, 32\]", "E, R, C")),
         (lambda: ops.quantize(torch.zeros(2, 2, 33), "mxfp4"), ValueError, ("weight", "33", "32")),
         (lambda: ops.quantize(torch.zeros(2, 2, 24), "nvfp4"), ValueError, ("weight", "24", "16")),
-        (lambda: ops.quantize(torch.zeros(2, 2, 32).long(), "q4_0"), TypeError, ("weight", "(?i)long|int64")),
+        (lambda: ops.quantize(torch.zeros(2, 2, 32).long(), "q4_0"), TypeError, ("weight", "got int64")),
+        (lambda: ops.quantize(torch.zeros(2, 2, 32).double(), "mxfp4"), TypeError, ("weight", "got float64")),
         (lambda: ops.quantize(torch.zeros(2, 2, 32).int(), "bf16"), TypeError, ("weight", "(?i)int")),
         (
             lambda: ops.dequantize([torch.zeros(2, 2, 32)], "f32", dtype=torch.float64),
             TypeError,
-            ("dtype", "(?i)double|float64"),
+            ("dtype", "got float64"),
         ),
         (
             lambda: ops.dequantize([torch.zeros(2, 2, 32)], "f32", dtype=torch.int8),
             TypeError,
-            ("dtype", "(?i)int8|char"),
+            ("dtype", "got int8"),
         ),
         # With no tensor at all torch has nothing to dispatch on, and says so itself.
         (

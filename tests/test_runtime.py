@@ -535,6 +535,106 @@ def test_baseline_code_has_no_vector_extensions() -> None:
     assert not leaks, leaks
 
 
+# ------------------------------------------------------------------------------------------------------------- OpenMP
+
+OPENMP = (
+    SETUP
+    + """
+torch.set_num_threads(len(os.sched_getaffinity(0)))
+torch.ones(1 << 22).add_(1).sum()  # starts torch's team
+def openmp(): return json.loads(torch.ops.cpu_moe.system_info())["openmp"]
+"""
+)
+
+
+@linux
+@pytest.mark.skipif(len(cpus) < 2, reason="on one CPU torch has no second thread to spin")
+def test_openmp_threads_do_not_spin(python: Python) -> None:
+    """HYB-01: after an operator of torch's, its other threads leave the cores to the pool instead of spinning on."""
+    code = (
+        OPENMP
+        + """
+assert openmp() is None, openmp()
+before = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
+call()
+assert (sorted(os.sched_getaffinity(0)), torch.get_num_threads()) == before
+big = torch.ones(1 << 22)
+want = big.add(1).sum()
+def spun():  # CPU seconds of all threads while this one sleeps
+    total = 0.0
+    for _ in range(30):
+        assert big.add(1).sum() == want
+        began = time.process_time()
+        time.sleep(0.01)
+        total += time.process_time() - began
+    return total
+spun()
+print(json.dumps([openmp(), spun()]))
+"""
+    )
+    status, seconds = json.loads(python(code, CPU_MOE_THREADS="2"))
+    kept_status, kept_seconds = json.loads(python(code, CPU_MOE_THREADS="2", CPU_MOE_OPENMP="keep"))
+    assert status.startswith("kept from spinning"), status
+    assert kept_status == "left alone: CPU_MOE_OPENMP=keep"
+    # An amount of work, not a duration: 300000 turns of libgomp's loop after each operator, or a few hundred.
+    assert seconds < kept_seconds / 4, (seconds, kept_seconds)
+
+
+@linux
+@pytest.mark.parametrize(
+    ("environment", "word"),
+    [
+        ({"CPU_MOE_THREADS": "1"}, "one thread"),
+        ({"CPU_MOE_THREADS": "2", "OMP_WAIT_POLICY": "active"}, "OMP_WAIT_POLICY is set"),
+        ({"CPU_MOE_THREADS": "2", "GOMP_SPINCOUNT": "10"}, "GOMP_SPINCOUNT is set"),
+        ({"CPU_MOE_THREADS": "2", "CPU_MOE_OPENMP": "keep"}, "CPU_MOE_OPENMP=keep"),
+    ],
+)
+def test_openmp_threads_left_alone(environment: dict[str, str], word: str, python: Python) -> None:
+    code = (
+        OPENMP
+        + "n = len(os.listdir('/proc/self/task')); call(); print(openmp(), len(os.listdir('/proc/self/task')) - n)"
+    )
+    out = python(code, **environment)
+    assert out.startswith("left alone") and word in out, out
+    assert int(out.split()[-1]) == int(environment["CPU_MOE_THREADS"]) - 1, f"threads beside the pool's: {out}"
+
+
+@linux
+def test_openmp_team_that_cannot_be_created(python: Python) -> None:
+    """libgomp ends the process when a thread cannot be created; so it is not asked when one cannot."""
+    code = (
+        OPENMP
+        + """
+import resource
+torch.ops.cpu_moe.set_num_threads(2)
+torch.ops.cpu_moe.stream_read(torch.zeros(1 << 20))  # starts the pool, and looks at nothing else
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), -1))  # no room for a thread's stack
+try:
+    call()
+finally:
+    resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+print(openmp())
+"""
+    )
+    assert "cannot be created" in python(code)
+
+
+def test_bad_openmp_variable(python: Python) -> None:
+    code = (
+        SETUP
+        + """
+try:
+    call()
+except ValueError as error:
+    print("ValueError:", error)
+"""
+    )
+    out = python(code, CPU_MOE_OPENMP="yes", CPU_MOE_THREADS="2")
+    assert out.startswith("ValueError:") and 'CPU_MOE_OPENMP="yes"' in out and "auto or keep" in out, out
+
+
 # -------------------------------------------------------------------------------------------------------- stream_read
 
 

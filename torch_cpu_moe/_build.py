@@ -35,11 +35,20 @@ from . import _host
 NAME = "cpu_moe"
 SUFFIXES = {".cpp", ".h", ".hpp", ".inc"}
 # One flag set for every tier: a tier's instructions come from a target pragma in its own translation unit. So never
-# -march=native (the cache may live in a shared home or an image), and never -ffast-math (NaN must stay NaN).
-CFLAGS = ("-O3", "-DNDEBUG", "-std=c++20", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-pthread")
+# -march=native (the cache may live in a shared home or an image), and never -ffast-math (NaN must stay NaN). Nor
+# contraction: whether a product and a sum fuse would differ between the copies of one loop, and so would the bits.
+CFLAGS = (
+    "-O3",
+    "-DNDEBUG",
+    "-std=c++20",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    "-fvisibility-inlines-hidden",
+    "-pthread",
+)
 WARNINGS = ("-Wall", "-Wextra")
 # --as-needed drops libtorch_python, which cpp_extension adds: the library then depends on no Python version.
-LDFLAGS = ("-pthread", "-Wl,--as-needed") if sys.platform.startswith("linux") else ("-pthread",)
+LDFLAGS = ("-pthread", "-Wl,--as-needed", "-ldl") if sys.platform.startswith("linux") else ("-pthread",)
 # The torch headers make a compiler take up to 1.3 GB.
 BYTES_PER_JOB = 1536 << 20
 # Longer than a build takes anywhere (15 minutes is an emulated single core).

@@ -170,6 +170,7 @@ def _dequantize(weight: Sequence[Tensor], format: str, *, dtype: torch.dtype) ->
 
 def _quantize(weight: Tensor, format: str) -> list[Tensor]:
     fmt = _format(format)
+    _check_dtype("weight", weight, FLOATS)
     _check_rank("weight", weight, ("E", "R", "C"))
     columns: Any = weight.shape[2]
     if isinstance(columns, int) and columns % fmt.block:

@@ -11,9 +11,12 @@ import json
 import statistics
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from ._ceiling import Ceiling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true")
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, args: argparse.Namespace, ceiling: Ceiling) -> dict[str, Any]:
     """One format's row."""
-    from ._ceiling import Ceiling
     from ._synthetic import bytes_of, random_bank
 
     generator = torch.Generator().manual_seed(0)
@@ -45,7 +47,6 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     x = torch.randn(args.tokens, args.hidden, generator=generator).to(torch.bfloat16)
     weights = torch.full((args.tokens, args.top_k), 1 / args.top_k)
     op = torch.ops.cpu_moe.experts.default
-    ceiling = Ceiling(banks[0][0][0])
     rates, shares, reads = [], [], []
     calls = max(4, int(2e9 / (expert_bytes * args.top_k)) // 4)
     turn = 0
@@ -78,6 +79,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace) -> int:
+    from ._ceiling import Ceiling
     from ._runtime import formats, get_num_threads, tiers
 
     rows = []
@@ -87,8 +89,9 @@ def main(args: argparse.Namespace) -> int:
         file=sys.stderr if args.json else sys.stdout,
         flush=True,
     )
+    ceiling = Ceiling()
     for name in args.formats.split(",") if args.formats else [f["name"] for f in formats()]:
-        row = measure(name, args)
+        row = measure(name, args, ceiling)
         rows.append(row)
         if not args.json:
             print(

@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
         began = time.perf_counter()
         compiled(tokens[0])
         print(f"compiled into one graph in {time.perf_counter() - began:.0f} s", flush=True)
-        ceiling = Ceiling(gate_up[0])
+        ceiling = Ceiling()
         for i in range(args.tokens):
             began = time.perf_counter()
             out = compiled(tokens[i])

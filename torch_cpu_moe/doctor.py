@@ -24,9 +24,11 @@ VARIABLES = (
     "CPU_MOE_THREADS",
     "CPU_MOE_ISA",
     "CPU_MOE_BUILD_DIR",
+    "CPU_MOE_OPENMP",
     "CXX",
     "MAX_JOBS",
     "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
     *AFFINITY_VARIABLES,
 )
 
@@ -180,7 +182,11 @@ def _pool_rows(threads: Any, system: dict[str, Any]) -> list[tuple[str, str]]:
         return [("threads", threads["error"])]
     pool = system.get("pool", {})
     state = pool.get("pinning") if pool.get("created") else "not started: the first call starts it"
-    return [("threads", f"{threads}: {system.get('threads_reason', system.get('error', ''))}"), ("pool", str(state))]
+    return [
+        ("threads", f"{threads}: {system.get('threads_reason', system.get('error', ''))}"),
+        ("pool", str(state)),
+        ("torch's threads", system.get("openmp") or "the first call looks at them"),
+    ]
 
 
 def _size(size: int | None) -> str:

@@ -96,7 +96,7 @@ struct TierKernels {
   void (*store)(DType to, const float* in, int64_t n, void* out);
   uint64_t (*stream_read)(const void* data, int64_t bytes, int variant);
 };
-constexpr int kStreamReadVariants = 4;
+constexpr int kStreamReadVariants = 6;
 
 // The one table of formats: index = Weight::format.
 std::span<const FormatSpec> registry();

@@ -73,22 +73,24 @@ void store(DType to, const float* in, int64_t n, void* out) {
   }
 }
 
-// The plain read that bounds every kernel: four vectors at a time, summed. The variants differ in how far they
-// prefetch; a benchmark takes the fastest.
-template <int64_t Prefetch>
+// The plain read that bounds every kernel: `Streams` equal ranges side by side, four vectors at a time, summed.
+template <int Streams, int64_t Prefetch>
 V::I32 read_all(const uint8_t* p, int64_t bytes) {
   constexpr int64_t kChunk = V::kBytes < 32 ? 64 : 4 * V::kBytes;
+  const int64_t range = bytes / Streams / kChunk * kChunk;
   V::I32 sum[4] = {V::zero_i32(), V::zero_i32(), V::zero_i32(), V::zero_i32()};
-  int64_t i = 0;
-  for (; i + kChunk <= bytes; i += kChunk) {
-    if constexpr (Prefetch != 0) {
-      for (int64_t line = 0; line < kChunk; line += 64) V::prefetch(p + i + line + Prefetch);
-    }
-    for (int64_t v = 0; v < kChunk / V::kBytes; ++v) {
-      sum[v % 4] = V::add(sum[v % 4], V::load_i32(reinterpret_cast<const int32_t*>(p + i + v * V::kBytes)));
+  for (int64_t i = 0; i < range; i += kChunk) {
+    for (int s = 0; s < Streams; ++s) {
+      const uint8_t* at = p + s * range + i;
+      if constexpr (Prefetch != 0) {
+        for (int64_t line = 0; line < kChunk; line += 64) V::prefetch(at + line + Prefetch);
+      }
+      for (int64_t v = 0; v < kChunk / V::kBytes; ++v) {
+        sum[v % 4] = V::add(sum[v % 4], V::load_i32(reinterpret_cast<const int32_t*>(at + v * V::kBytes)));
+      }
     }
   }
-  for (; i < bytes; i += V::kBytes) {
+  for (int64_t i = Streams * range; i < bytes; i += V::kBytes) {
     uint8_t last[V::kBytes] = {};
     std::memcpy(last, p + i, static_cast<size_t>(std::min<int64_t>(V::kBytes, bytes - i)));
     sum[0] = V::add(sum[0], V::load_i32(reinterpret_cast<const int32_t*>(last)));
@@ -96,12 +98,13 @@ V::I32 read_all(const uint8_t* p, int64_t bytes) {
   return V::add(V::add(sum[0], sum[1]), V::add(sum[2], sum[3]));
 }
 
+// Which of these is fastest differs between machines, by a factor of two and more: a benchmark tries them all.
+constexpr V::I32 (*kReads[])(const uint8_t*, int64_t) = {read_all<1, 0>,    read_all<2, 0>,    read_all<4, 0>,
+                                                         read_all<1, 1024>, read_all<1, 4096>, read_all<1, 8192>};
+static_assert(std::size(kReads) == kStreamReadVariants);
+
 uint64_t stream_read(const void* data, int64_t bytes, int variant) {
-  const uint8_t* p = static_cast<const uint8_t*>(data);
-  const V::I32 sum = variant == 1   ? read_all<1024>(p, bytes)
-                     : variant == 2 ? read_all<4096>(p, bytes)
-                     : variant == 3 ? read_all<8192>(p, bytes)
-                                    : read_all<0>(p, bytes);
+  const V::I32 sum = kReads[variant](static_cast<const uint8_t*>(data), bytes);
   int32_t lanes[V::kLanes];
   V::store_i32(lanes, sum);
   uint64_t total = 0;

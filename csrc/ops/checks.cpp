@@ -59,7 +59,7 @@ void check_part_dtype(const Tensor& t, const PartSpec& part, const std::string& 
     if (t.scalar_type() == scalar_type_of(accepted)) return;
   }
   TORCH_CHECK_TYPE(false, label, ": expected ", part.name, " of dtype ", expected_dtypes(part), ", got ",
-                   c10::toString(t.scalar_type()));
+                   dtype_name(t.scalar_type()));
 }
 
 }  // namespace
@@ -68,11 +68,13 @@ DType dtype_of(ScalarType type, const std::string& name) {
   for (const auto& row : kDTypes) {
     if (row.scalar_type == type) return row.dtype;
   }
-  TORCH_CHECK_TYPE(false, name, ": unsupported dtype ", c10::toString(type));
+  TORCH_CHECK_TYPE(false, name, ": unsupported dtype ", dtype_name(type));
 }
 
 ScalarType scalar_type_of(DType type) { return kDTypes[static_cast<int>(type)].scalar_type; }
 std::string dtype_name(DType type) { return kDTypes[static_cast<int>(type)].name; }
+
+std::string dtype_name(ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
 
 void check_cpu(const Tensor& t, const std::string& name) {
   TORCH_CHECK(t.device().is_cpu(), name, ": expected a tensor on the CPU, got one on ", t.device());

@@ -6,6 +6,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
+#include <stdexcept>
 #include <string>
 #include <string_view>
 
@@ -25,9 +26,20 @@ inline std::string shape_text(IntArrayRef shape) {
   return text + "]";
 }
 
+// std::invalid_argument of the torch-free layers becomes ValueError.
+template <class F>
+auto as_value_error(F f) {
+  try {
+    return f();
+  } catch (const std::invalid_argument& e) {
+    TORCH_CHECK_VALUE(false, e.what());
+  }
+}
+
 DType dtype_of(ScalarType type, const std::string& name);  // TypeError for anything DType does not know
 ScalarType scalar_type_of(DType type);
-std::string dtype_name(DType type);
+std::string dtype_name(DType type);  // as torch spells it: "float32"
+std::string dtype_name(ScalarType type);
 
 void check_cpu(const Tensor& t, const std::string& name);
 void check_no_grad(const Tensor& t, const std::string& name);

@@ -14,12 +14,14 @@ namespace {
 // body(item) for every item, on the pool.
 template <class Body>
 void parallel_for(int64_t items, const Body& body) {
-  const int threads = sys::thread_count();
-  sys::WorkRanges work;
-  work.reset(items, threads);
-  sys::run(threads, [&](sys::Team& team) {
-    int64_t item;
-    while (work.next(team.rank(), item)) body(item);
+  as_value_error([&] {
+    const int threads = sys::thread_count();
+    sys::WorkRanges work;
+    work.reset(items, threads);
+    sys::run(threads, [&](sys::Team& team) {
+      int64_t item;
+      while (work.next(team.rank(), item)) body(item);
+    });
   });
 }
 
@@ -28,7 +30,7 @@ void parallel_for(int64_t items, const Body& body) {
 Tensor dequantize(TensorList weight, std::string_view format, ScalarType dtype) {
   const int index = parse_format(format, "format");
   TORCH_CHECK_TYPE(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
-                   "dtype: expected float32, float16 or bfloat16, got ", c10::toString(dtype));
+                   "dtype: expected float32, float16 or bfloat16, got ", dtype_name(dtype));
   Logical shape = logical_shape(weight, index, "weight", "R", "C");
   const Weight w = read_weight(weight, index, "weight", shape);
   Tensor out = at::empty({shape.experts, shape.rows, shape.cols}, at::TensorOptions().dtype(dtype).device(at::kCPU));
@@ -49,9 +51,9 @@ std::vector<Tensor> quantize(const Tensor& weight, std::string_view format) {
   check_cpu(weight, "weight");
   check_no_grad(weight, "weight");
   const ScalarType type = weight.scalar_type();
-  TORCH_CHECK_TYPE(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16 ||
-                       type == ScalarType::Double,
-                   "weight: expected dtype float32, float16, bfloat16 or float64, got ", c10::toString(type));
+  // Not float64: it would be rounded twice.
+  TORCH_CHECK_TYPE(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16,
+                   "weight: expected dtype float32, float16 or bfloat16, got ", dtype_name(type));
   TORCH_CHECK_VALUE(weight.dim() == 3, "weight: expected shape [E, R, C], got ", shape_text(weight.sizes()));
   const int64_t experts = weight.size(0), rows = weight.size(1), cols = weight.size(2);
   const FormatSpec& spec = registry()[static_cast<size_t>(index)];

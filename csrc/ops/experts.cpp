@@ -1,10 +1,13 @@
 // experts and experts_out: check the tensors, fill moe/'s plain structs, call it.
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
 #include <cmath>
 #include <utility>
 
 #include "../moe/routes.h"
+#include "../system/openmp.h"
+#include "../system/pool.h"
 #include "checks.h"
 #include "ops.h"
 
@@ -17,7 +20,7 @@ void check_float(const Tensor& t, const char* name, bool allow_f64) {
                        (allow_f64 && type == ScalarType::Double),
                    name, ": expected dtype ",
                    allow_f64 ? "float32, float16, bfloat16 or float64" : "float32, float16 or bfloat16", ", got ",
-                   c10::toString(type));
+                   dtype_name(type));
 }
 
 View2D read_bias(const std::optional<Tensor>& bias, const char* name, int64_t experts, int64_t n, const char* letters) {
@@ -55,6 +58,13 @@ void check_ids(const Experts& call) {
   }
 }
 
+void compute(const Experts& call) {
+  as_value_error([&] {
+    sys::share_cores_with_openmp(at::get_num_threads(), sys::thread_count());
+    run_experts(call);
+  });
+}
+
 }  // namespace
 
 static Experts check_call(const Tensor& hidden, const Tensor& topk_ids, const Tensor& topk_weights, TensorList gate_up,
@@ -68,7 +78,7 @@ static Experts check_call(const Tensor& hidden, const Tensor& topk_ids, const Te
   check_float(hidden, "hidden", false);
   check_float(topk_weights, "topk_weights", true);
   TORCH_CHECK_TYPE(topk_ids.scalar_type() == ScalarType::Int || topk_ids.scalar_type() == ScalarType::Long,
-                   "topk_ids: expected dtype int32 or int64, got ", c10::toString(topk_ids.scalar_type()));
+                   "topk_ids: expected dtype int32 or int64, got ", dtype_name(topk_ids.scalar_type()));
   check_no_grad(hidden, "hidden");
   check_no_grad(topk_weights, "topk_weights");
   TORCH_CHECK_VALUE(hidden.dim() == 2, "hidden: expected shape [M, H], got ", shape_text(hidden.sizes()));
@@ -133,7 +143,7 @@ Tensor experts(const Tensor& hidden, const Tensor& topk_ids, const Tensor& topk_
   Tensor out = at::empty({call.tokens, call.hidden}, hidden.options().memory_format(at::MemoryFormat::Contiguous));
   call.output = static_cast<uint8_t*>(out.mutable_data_ptr());
   call.output_stride = call.hidden * out.element_size();
-  run_experts(call);
+  compute(call);
   return out;
 }
 
@@ -147,7 +157,7 @@ void experts_out(const Tensor& hidden, const Tensor& topk_ids, const Tensor& top
   check_cpu(out, "out");
   check_no_grad(out, "out");
   TORCH_CHECK_TYPE(out.scalar_type() == hidden.scalar_type(), "out: expected the dtype of hidden, ",
-                   c10::toString(hidden.scalar_type()), ", got ", c10::toString(out.scalar_type()));
+                   dtype_name(hidden.scalar_type()), ", got ", dtype_name(out.scalar_type()));
   TORCH_CHECK_VALUE(out.dim() == 2 && out.size(0) == call.tokens && out.size(1) == call.hidden, "out: expected shape [",
                     call.tokens, ", ", call.hidden, "] (M, H), got ", shape_text(out.sizes()));
   TORCH_CHECK_VALUE((out.size(1) == 1 || out.stride(1) == 1) && (out.size(0) <= 1 || out.stride(0) >= out.size(1)),
@@ -159,7 +169,7 @@ void experts_out(const Tensor& hidden, const Tensor& topk_ids, const Tensor& top
   }
   call.output = static_cast<uint8_t*>(out.mutable_data_ptr());
   call.output_stride = out.stride(0) * out.element_size();
-  run_experts(call);
+  compute(call);
 }
 
 }  // namespace cpu_moe::ops

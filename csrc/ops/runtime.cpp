@@ -14,16 +14,6 @@ namespace {
 
 std::string quoted(std::string_view text) { return "\"" + std::string(text) + "\""; }
 
-// std::invalid_argument of the torch-free layers becomes ValueError.
-template <class F>
-auto as_value_error(F f) {
-  try {
-    return f();
-  } catch (const std::invalid_argument& e) {
-    TORCH_CHECK_VALUE(false, e.what());
-  }
-}
-
 }  // namespace
 
 int64_t stream_read(const Tensor& data, int64_t variant) {
@@ -37,7 +27,7 @@ int64_t stream_read(const Tensor& data, int64_t variant) {
   const int64_t size = data.numel() * data.element_size();
   // Pieces as large as keep all threads busy to the end: a plain read should lose nothing to scheduling.
   constexpr int64_t kPiece = int64_t{1} << 20;
-  const int threads = sys::thread_count();
+  const int threads = as_value_error([] { return sys::thread_count(); });
   sys::WorkRanges work;
   work.reset((size + kPiece - 1) / kPiece, threads);
   std::atomic<uint64_t> total{0};
