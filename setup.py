@@ -1,7 +1,7 @@
 """Ships csrc/ inside the package; with CPU_MOE_AOT=1 also the library, built ahead of time.
 
 pip install .                                        the library is built on first import
-CPU_MOE_AOT=1 pip install --no-build-isolation .     built now, for the torch that is installed here
+CPU_MOE_AOT=1 pip install --no-build-isolation .     built now, for the torch that is installed (setuptools>=77)
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from setuptools import Distribution, setup
-from setuptools.command.bdist_wheel import bdist_wheel
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # without build isolation nobody checks pyproject.toml's build requirement
+    sys.exit("torch-cpu-moe needs setuptools>=77 to build: pip install 'setuptools>=77'")
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent

@@ -1,4 +1,4 @@
-// Every operator's schema, in one place, and its CPU implementation.
+// Every operator's schema, in one place, and its CPU implementation (that for Autograd: ops/autograd.cpp).
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 

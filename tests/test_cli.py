@@ -34,9 +34,9 @@ def command(
     )
 
 
-def doctor_json(**options: Any) -> dict[str, Any]:
+def doctor_json(status: int = 0, **options: Any) -> dict[str, Any]:
     done = command("doctor", "--json", **options)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     facts = json.loads(done.stdout)
     assert isinstance(facts, dict)
     return facts
@@ -69,10 +69,10 @@ def test_doctor_text_says_the_same() -> None:
     assert max(len(line) for line in done.stdout.splitlines()) < 250
 
 
-@pytest.mark.parametrize("name", ["CPU_MOE_THREADS", "CPU_MOE_ISA"])
+@pytest.mark.parametrize("name", ["CPU_MOE_THREADS", "CPU_MOE_ISA", "CPU_MOE_OPENMP"])
 def test_doctor_survives_a_bad_setting_and_names_it(name: str) -> None:
     done = command("doctor", **{name: "nonsense"})
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, "a script would take it that calls work: " + done.stderr
     assert any(line.startswith("warning") and name in line and "nonsense" in line for line in done.stdout.splitlines())
 
 
@@ -82,12 +82,12 @@ def test_doctor_explains_a_library_that_cannot_be_built(tmp_path: Path) -> None:
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "library.cpp").write_text("// nothing")
     broken: dict[str, Any] = {"root": tmp_path, "CXX": "no-such-compiler", "CPU_MOE_BUILD_DIR": str(tmp_path / "cache")}
-    facts = doctor_json(**broken)
+    facts = doctor_json(1, **broken)
     assert "no C++ compiler: 'no-such-compiler'" in facts["library"]["error"]
     assert facts["cpu"]["model"]  # the rest is there all the same
     assert "tiers" not in facts
     text = command("doctor", **broken)
-    assert text.returncode == 0
+    assert text.returncode == 1
     assert "no C++ compiler" in text.stdout
     assert "Traceback" not in text.stderr
     # Other commands need the library: the same message, no traceback.
@@ -113,9 +113,11 @@ def test_doctor_warnings_from_the_facts() -> None:
         "huge_pages": {"transparent": "never"},
         "system": {"warnings": ["from the library"]},
     }
-    quota, pages, library = doctor._warnings(facts)
+    facts["threads"] = 9
+    quota, pages, threads, library = doctor._warnings(facts)
     assert "0.50 CPUs" in quota
     assert "transparent huge pages are off" in pages
+    assert "9 threads on 8 allowed CPU(s)" in threads
     assert library == "from the library"
 
 
@@ -134,6 +136,36 @@ def test_bad_usage_is_exit_status_2(arguments: list[str], capsys: pytest.Capture
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert "usage: python -m torch_cpu_moe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "bw", "--formats", "mxfp5"], "unknown mxfp5; expected some of bf16, f16, f32, mxfp4"),
+        (["bench", "bw", "--top-k", "65"], "--top-k must be at most --experts (64), got 65"),
+        (["bench", "bw", "--repeat", "0"], "--repeat must be at least 1, got 0"),
+        (["demo", "--format", "mxfp5"], "unknown weight format 'mxfp5'; expected one of bf16"),
+        (["demo", "--layers", "1000000"], "--layers 1000000 needs"),
+        (["demo", "--tokens", "0"], "at least 1"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_one_line(arguments: list[str], message: str) -> None:
+    done = command(*arguments)
+    assert done.returncode not in (0, -9)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_demo_without_a_compiler_says_what_to_do() -> None:
+    """The operators come from the cache, but torch.compile needs a compiler of its own."""
+    small = ("demo", "--layers", "1", "--tokens", "2")
+    done = command(*small, CXX="/bin/false", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
+    assert done.returncode == 1
+    assert "--eager" in done.stderr
+    assert "Traceback" not in done.stderr
+    eager = command(*small, "--eager", CXX="/bin/false")
+    assert eager.returncode == 0, eager.stderr
+    assert ": right" in eager.stdout
 
 
 @pytest.mark.parametrize("name", COMMANDS)

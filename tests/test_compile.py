@@ -289,3 +289,35 @@ def test_aot_inductor(tmp_path: Path) -> None:
     for m in (6, 2, 100):
         args = make_inputs(m, 64, 2, 4)
         assert_bits(runner(*args), layer(*args), f"M={m}")
+
+
+# ------------------------------------------------------------------------------------------------------- no backward
+
+
+class Routed(torch.nn.Module):
+    """A router with parameters before the experts, as in a model whose owner forgot no_grad()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(64, 4)
+        self.bank = make_bank("bf16", 4, 64, 32)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, ids = torch.topk(self.router(hidden).softmax(-1), 2)
+        out: torch.Tensor = self.bank(hidden, ids, weights)
+        return out
+
+
+@pytest.mark.parametrize("how", ["eager", "compile", "export"])
+def test_gradients_are_never_dropped_in_silence(how: str) -> None:
+    torch._dynamo.reset()
+    model, hidden = Routed(), torch.randn(3, 64)
+    run = {
+        "eager": lambda: model(hidden),
+        "compile": lambda: torch.compile(model, fullgraph=True)(hidden),
+        "export": lambda: torch.export.export(model, (hidden,)),
+    }[how]
+    with pytest.raises(RuntimeError, match="topk_weights: requires grad, but cpu_moe operators have no backward"):
+        run()
+    with torch.no_grad():
+        run()

@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cast(int, module.main(args))  # type: ignore[union-attr]  # a parsed command has its module
     except KeyboardInterrupt:
         return 130
+    except ValueError as error:  # the library's own: a format, a shape or a setting that does not fit
+        print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

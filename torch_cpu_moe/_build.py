@@ -133,7 +133,7 @@ def find_compiler() -> Compiler:
     advice = (
         "Building torch_cpu_moe needs a C++20 compiler. Install one (for example: apt install g++, dnf install "
         "gcc-c++, conda install gxx), or name it in CXX, or install a library built elsewhere for the same torch: "
-        "CPU_MOE_AOT=1 pip install --no-build-isolation ."
+        "CPU_MOE_AOT=1 pip install --no-build-isolation . (see README)"
     )
     program = shlex.split(command)
     if not program or shutil.which(program[0]) is None:
@@ -143,7 +143,10 @@ def find_compiler() -> Compiler:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"the C++ compiler {command!r} does not run: {error}. {advice}") from error
     if result.returncode:
-        raise BuildError(f"the C++ compiler {command!r} does not run: {result.stderr.strip()}. {advice}")
+        raise BuildError(
+            f"the C++ compiler {command!r} does not run: "
+            f"{result.stderr.strip() or f'exit status {result.returncode}'}. {advice}"
+        )
     return Compiler(command, (result.stdout.strip().splitlines() or ["unknown version"])[0])
 
 

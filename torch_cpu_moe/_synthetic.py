@@ -14,8 +14,9 @@ def random_bank(
 
     Every expert has its own memory, and the values are of the size that trained weights have.
     """
-    if name not in {f["name"] for f in _runtime.formats()}:
-        raise ValueError(f"format: unknown weight format {name!r}")
+    names = [f["name"] for f in _runtime.formats()]
+    if name not in names:
+        raise ValueError(f"format: unknown weight format {name!r}; expected one of {', '.join(names)}")
 
     def projection(rows: int, cols: int) -> list[torch.Tensor]:
         one = torch.ops.cpu_moe.quantize(torch.randn(1, rows, cols, generator=generator) * cols**-0.5, name)

@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["bw"], help="bw: decode bandwidth of each format, isolated")
-    parser.add_argument("--formats", help="comma-separated (default: all)")
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--intermediate", type=int, default=1024)
-    parser.add_argument("--experts", type=int, default=64)
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=1, help="tokens in a call (M)")
+    parser.add_argument("--formats", help="comma-separated names of `formats()` (default: all)")
+    parser.add_argument("--hidden", type=int, default=2048, help="H (default: 2048)")
+    parser.add_argument("--intermediate", type=int, default=1024, help="I (default: 1024)")
+    parser.add_argument("--experts", type=int, default=64, help="E (default: 64)")
+    parser.add_argument("--top-k", type=int, default=8, help="experts of a token (default: 8)")
+    parser.add_argument("--tokens", type=int, default=1, help="tokens in a call, M (default: 1)")
     parser.add_argument(
-        "--gib", type=float, default=1.6, help="at least so many GiB of banks are streamed from, in turn"
+        "--gib", type=float, default=1.6, help="at least so many GiB of banks are streamed from, in turn (default: 1.6)"
     )
-    parser.add_argument("--repeat", type=int, default=5, help="measurements, of which the median is quoted")
-    parser.add_argument("--precision", default="exact", choices=["exact", "fast"])
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--repeat", type=int, default=5, help="measurements; the median is quoted (default: 5)")
+    parser.add_argument("--precision", default="exact", choices=["exact", "fast"], help="default: exact")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
 
 
 def measure(name: str, args: argparse.Namespace, ceiling: Ceiling) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def measure(name: str, args: argparse.Namespace, ceiling: Ceiling) -> dict[str, 
     x = torch.randn(args.tokens, args.hidden, generator=generator).to(torch.bfloat16)
     weights = torch.full((args.tokens, args.top_k), 1 / args.top_k)
     op = torch.ops.cpu_moe.experts.default
-    rates, shares, reads = [], [], []
+    rates, reads = [], []
     calls = max(4, int(2e9 / (expert_bytes * args.top_k)) // 4)
     turn = 0
     with torch.inference_mode():
@@ -66,22 +66,30 @@ def measure(name: str, args: argparse.Namespace, ceiling: Ceiling) -> dict[str, 
             if repeat:  # the first warms up
                 rates.append(statistics.median(p[0] for p in pairs))
                 reads.append(statistics.median(p[1] for p in pairs))
-                shares.append(rates[-1] / reads[-1])
-    return {
-        "format": name,
-        "gb_per_s": statistics.median(rates),
-        "ceiling_gb_per_s": statistics.median(reads),
-        "share": statistics.median(shares),
-        "spread": (max(rates) - min(rates)) / statistics.median(rates),
-        "n": args.repeat,
-        "bank_gib": expert_bytes * args.experts * len(banks) / 2**30,
-    }
+        return {
+            "format": name,
+            "gb_per_s": statistics.median(rates),
+            "ceiling_gb_per_s": statistics.median(reads),
+            "share": statistics.median(rates) / statistics.median(reads),
+            "spread": (max(rates) - min(rates)) / statistics.median(rates),
+            "n": args.repeat,
+            "bank_gib": expert_bytes * args.experts * len(banks) / 2**30,
+        }
 
 
 def main(args: argparse.Namespace) -> int:
     from ._ceiling import Ceiling
     from ._runtime import formats, get_num_threads, tiers
 
+    names = [f["name"] for f in formats()]
+    chosen = args.formats.split(",") if args.formats else names
+    if unknown := sorted(set(chosen) - set(names)):
+        raise SystemExit(f"bench: --formats: unknown {', '.join(unknown)}; expected some of {', '.join(names)}")
+    for option in ("hidden", "intermediate", "experts", "top_k", "tokens", "repeat"):
+        if getattr(args, option) < 1:
+            raise SystemExit(f"bench: --{option.replace('_', '-')} must be at least 1, got {getattr(args, option)}")
+    if args.top_k > args.experts:
+        raise SystemExit(f"bench: --top-k must be at most --experts ({args.experts}), got {args.top_k}")
     rows = []
     shape = f"M={args.tokens} H={args.hidden} I={args.intermediate} E={args.experts} top-{args.top_k}"
     print(
@@ -90,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
         flush=True,
     )
     ceiling = Ceiling()
-    for name in args.formats.split(",") if args.formats else [f["name"] for f in formats()]:
+    for name in chosen:
         row = measure(name, args, ceiling)
         rows.append(row)
         if not args.json:

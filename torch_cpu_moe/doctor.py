@@ -11,6 +11,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +26,15 @@ VARIABLES = (
     "CPU_MOE_ISA",
     "CPU_MOE_BUILD_DIR",
     "CPU_MOE_OPENMP",
+    "XDG_CACHE_HOME",
     "CXX",
     "MAX_JOBS",
     "OMP_NUM_THREADS",
     "OMP_WAIT_POLICY",
     *AFFINITY_VARIABLES,
 )
+# What the library reads from the environment, under the name by which its value, or what is wrong with it, is reported.
+SETTINGS = ("tiers", "threads", "openmp")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     facts = collect()
     print(json.dumps(facts, indent=2) if args.json else text(facts))
-    return 0
+    return 0 if usable(facts) else 1
+
+
+def usable(facts: dict[str, Any]) -> bool:
+    """Whether the operators can be called at all here."""
+    return not any(isinstance(facts.get(name), dict) and "error" in facts[name] for name in ("library", *SETTINGS))
 
 
 # ---------------------------------------------------------------------------------------------------------- the facts
@@ -51,6 +60,7 @@ def collect() -> dict[str, Any]:
     allowed = _host.affinity()
     facts: dict[str, Any] = {
         "torch_cpu_moe": __version__,
+        "package": str(Path(__file__).parent),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": {
@@ -90,12 +100,20 @@ def _library_facts() -> dict[str, Any]:
         ("tiers", _runtime.tiers),
         ("threads", _runtime.get_num_threads),
         ("system", _runtime.system_info),
+        ("openmp", _openmp_setting),
     ):
         try:
             facts[name] = ask()
         except Exception as error:
             facts[name] = {"error": str(error)}
     return facts
+
+
+def _openmp_setting() -> str:
+    value = os.environ.get("CPU_MOE_OPENMP", "auto")
+    if value not in ("auto", "keep"):
+        raise ValueError(f'CPU_MOE_OPENMP="{value}" is not valid: expected auto or keep')
+    return value
 
 
 def _warnings(facts: dict[str, Any]) -> Iterator[str]:
@@ -116,9 +134,12 @@ def _warnings(facts: dict[str, Any]) -> Iterator[str]:
             "transparent huge pages are off: address translation will slow large banks down "
             "(echo madvise > /sys/kernel/mm/transparent_hugepage/enabled)"
         )
-    for name in ("tiers", "threads"):
+    for name in SETTINGS:
         if isinstance(facts.get(name), dict) and "error" in facts[name]:
             yield f"every call will fail: {facts[name]['error']}"
+    threads = facts.get("threads")
+    if isinstance(threads, int) and threads > len(allowed):
+        yield f"{threads} threads on {len(allowed)} allowed CPU(s): expect that to be slower than {len(allowed)}"
     yield from map(str, facts.get("system", {}).get("warnings", []))
 
 
@@ -134,6 +155,7 @@ def text(facts: dict[str, Any]) -> str:
     quota = "none" if cpu["quota"] is None else f"{cpu['quota']:.2f} CPUs"
     rows: list[tuple[str, str]] = [
         ("torch-cpu-moe", f"{facts['torch_cpu_moe']}, Python {facts['python']}, {facts['platform']}"),
+        ("", f"imported from {facts['package']}"),
         ("torch", f"{torch_facts['version']}, {torch_facts['threads']} threads, CUDA {torch_facts['cuda'] or 'none'}"),
         ("CPU", f"{cpu['model']} ({cpu['machine']})"),
         ("caches", caches or "unknown"),
