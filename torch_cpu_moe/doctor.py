@@ -182,6 +182,8 @@ def text(facts: dict[str, Any]) -> str:
             rows.append(("", f"compiled by {library['compiler']}"))
         rows += _tier_rows(facts["tiers"])
         rows += _pool_rows(facts["threads"], facts["system"])
+        if facts["openmp"] == "auto":
+            rows.append(("torch's threads", "sleep while an operator runs (CPU_MOE_OPENMP=keep lets them spin)"))
     rows += [("warning", warning) for warning in facts["warnings"]] or [("warnings", "none")]
     width = max(len(label) for label, _ in rows) + 2
     indent = "\n" + " " * width
@@ -207,7 +209,6 @@ def _pool_rows(threads: Any, system: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("threads", f"{threads}: {system.get('threads_reason', system.get('error', ''))}"),
         ("pool", str(state)),
-        ("torch's threads", system.get("openmp") or "the first call looks at them"),
     ]
 
 

@@ -1,15 +1,13 @@
 // experts and experts_out: check the tensors, fill moe/'s plain structs, call it.
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
 #include <cmath>
 #include <utility>
 
 #include "../moe/routes.h"
-#include "../system/openmp.h"
-#include "../system/pool.h"
 #include "checks.h"
 #include "ops.h"
+#include "torch_threads.h"
 
 namespace cpu_moe::ops {
 namespace {
@@ -59,10 +57,7 @@ void check_ids(const Experts& call) {
 }
 
 void compute(const Experts& call) {
-  as_value_error([&] {
-    sys::share_cores_with_openmp(at::get_num_threads(), sys::thread_count());
-    run_experts(call);
-  });
+  as_value_error([&] { run_beside_torch([&] { run_experts(call); }); });
 }
 
 }  // namespace

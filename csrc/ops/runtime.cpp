@@ -6,6 +6,7 @@
 #include "../system/work.h"
 #include "checks.h"
 #include "ops.h"
+#include "torch_threads.h"
 
 #include <atomic>
 
@@ -27,18 +28,22 @@ int64_t stream_read(const Tensor& data, int64_t variant) {
   const int64_t size = data.numel() * data.element_size();
   // Pieces as large as keep all threads busy to the end: a plain read should lose nothing to scheduling.
   constexpr int64_t kPiece = int64_t{1} << 20;
-  const int threads = as_value_error([] { return sys::thread_count(); });
-  sys::WorkRanges work;
-  work.reset((size + kPiece - 1) / kPiece, threads);
   std::atomic<uint64_t> total{0};
-  sys::run(threads, [&](sys::Team& team) {
-    int64_t item;
-    uint64_t sum = 0;
-    while (work.next(team.rank(), item)) {
-      sum += tier.stream_read(bytes + item * kPiece, std::min(kPiece, size - item * kPiece), static_cast<int>(variant));
-    }
-    total.fetch_add(sum, std::memory_order_relaxed);
-  });
+  const auto read = [&] {
+    const int threads = sys::thread_count();
+    sys::WorkRanges work;
+    work.reset((size + kPiece - 1) / kPiece, threads);
+    sys::run(threads, [&](sys::Team& team) {
+      int64_t item;
+      uint64_t sum = 0;
+      while (work.next(team.rank(), item)) {
+        sum +=
+            tier.stream_read(bytes + item * kPiece, std::min(kPiece, size - item * kPiece), static_cast<int>(variant));
+      }
+      total.fetch_add(sum, std::memory_order_relaxed);
+    });
+  };
+  as_value_error([&] { run_beside_torch(read); });
   return static_cast<int64_t>(total.load() & 0x7FFFFFFFFFFFFFFF);
 }
 

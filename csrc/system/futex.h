@@ -32,13 +32,17 @@ inline void futex_wait(std::atomic<uint32_t>& word, uint32_t expected) {
 #endif
 }
 
-inline void futex_wake_all(std::atomic<uint32_t>& word) {
+// At most so many of the sleepers; where that cannot be said, all of them.
+inline void futex_wake(std::atomic<uint32_t>& word, int count) {
 #if defined(__linux__)
-  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
 #else
+  (void)count;
   word.notify_all();
 #endif
 }
+
+inline void futex_wake_all(std::atomic<uint32_t>& word) { futex_wake(word, INT_MAX); }
 
 inline void cpu_pause() {
 #if defined(__x86_64__) || defined(__i386__)

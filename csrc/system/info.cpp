@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "cgroup.h"
-#include "openmp.h"
 #include "pool.h"
 #include "topology.h"
 
@@ -85,7 +84,6 @@ std::string system_info_json() {
   const auto quota = cgroup_cpu_quota();
   const auto cpuset = cgroup_cpuset();
   const PoolStatus pool = pool_status();
-  const std::string openmp = openmp_status();
   return object({
       {"online_cpus", json(topology.online)},
       {"allowed_cpus", json(topology.allowed)},
@@ -102,7 +100,6 @@ std::string system_info_json() {
                        {"pinned", json(pool.pinned)},
                        {"pinning", pool.created ? json(pool.pinning) : "null"},
                        {"workers", json(pool.workers)}})},
-      {"openmp", openmp.empty() ? "null" : json(openmp)},
       {"warnings", json(pool.warnings)},
   });
 }
