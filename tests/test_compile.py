@@ -321,3 +321,21 @@ def test_gradients_are_never_dropped_in_silence(how: str) -> None:
         run()
     with torch.no_grad():
         run()
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"activation": "swish"}, ValueError, "activation: unknown 'swish'"),
+        ({"precision": "int8"}, ValueError, "precision: unknown 'int8'"),
+        ({"apply_router_weight_on_input": True}, ValueError, "expected k = 1, got k = 2"),
+        ({"down": [torch.zeros(4, 64, 32, dtype=torch.int16)]}, TypeError, r"down\[0\]: expected bfloat16, got int16"),
+    ],
+)
+def test_what_cannot_run_does_not_compile(change: dict[str, Any], kind: type[Exception], message: str) -> None:
+    """Said while tracing, before a long compilation or a saved program."""
+    hidden, ids, weights = make_inputs(3, 64, 2, 4)
+    bank = make_bank("bf16", 4, 64, 32)
+    call = {"gate_up": bank.gate_up, "down": bank.down, "format": "bf16", **change}
+    with torch.no_grad(), pytest.raises((kind, RuntimeError), match=message):
+        torch.compile(lambda x: ops.experts(x, ids, weights, **call), fullgraph=True, backend="eager")(hidden)

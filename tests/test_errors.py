@@ -325,6 +325,12 @@ def test_out_that_overlaps_itself_or_hidden() -> None:
     good = call("bf16")
     with pytest.raises((ValueError, RuntimeError), match="out"):
         ops.experts_out(**good, out=torch.zeros(1, H).bfloat16().expand(M, H))
+    for name, shape in (("gate_up_bias", (E, 2 * N)), ("down_bias", (E, H))):
+        bias = torch.zeros(max(E * shape[1], M * H)).bfloat16()
+        with pytest.raises(ValueError, match=f"out: overlaps {name}"):
+            ops.experts_out(**good, **{name: bias[: E * shape[1]].view(shape)}, out=bias[: M * H].view(M, H))
+    with pytest.raises(ValueError, match=r"out: overlaps down\[0\]"):
+        ops.experts_out(**good, out=good["down"][0].view(-1)[: M * H].view(M, H))
     want = ops.experts(**good)
     hidden = good["hidden"].clone()
     with pytest.raises((ValueError, RuntimeError), match="out"):

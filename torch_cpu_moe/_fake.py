@@ -20,6 +20,8 @@ from .reference import FORMATS, Format
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 ROUTER_FLOATS = (*FLOATS, torch.float64)
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "swigluoai", "swiglu_clamp")
+PRECISIONS = ("exact", "fast")
 
 _library: torch.library.Library | None = None  # the registrations live as long as this object
 
@@ -69,7 +71,9 @@ def _check_parts(name: str, parts: Sequence[Tensor], fmt: Format) -> tuple[Any, 
         raise ValueError(f"{name}: format {fmt.name!r} has {wanted} part(s), got {len(parts)}")
     _check_rank(f"{name}[0]", parts[0], ("E", "R", "C"))
     shape = fmt.shape(parts)
-    for index, (part, (dims, _)) in enumerate(zip(parts, fmt.parts(*shape), strict=True)):
+    for index, (part, (dims, dtype)) in enumerate(zip(parts, fmt.parts(*shape), strict=True)):
+        scales = fmt.name == "fp8_block" and index == 1  # the one part with a choice
+        _check_dtype(f"{name}[{index}]", part, (torch.float32, torch.bfloat16) if scales else (dtype,))
         if part.dim() != len(dims) or not all(map(_same, part.shape, dims)):
             raise ValueError(f"{name}[{index}]: expected shape {list(dims)}, got {list(part.shape)}")
     return shape
@@ -106,6 +110,15 @@ def _check_layer(
         raise ValueError(f"down: expected {[experts, width, rows // 2]} (E, H, I), got {list(down_shape)}")
 
 
+def _check_options(topk_ids: Tensor, options: dict[str, Any]) -> None:
+    for name, known in (("activation", ACTIVATIONS), ("precision", PRECISIONS)):
+        value = options.get(name, known[0])
+        if value not in known:
+            raise ValueError(f"{name}: unknown {value!r}; expected one of {', '.join(known)}")
+    if options.get("apply_router_weight_on_input") and not _same(topk_ids.shape[1], 1):
+        raise ValueError(f"apply_router_weight_on_input: expected k = 1, got k = {topk_ids.shape[1]}")
+
+
 def _check_devices(
     hidden: Tensor,
     topk_ids: Tensor,
@@ -139,6 +152,7 @@ def _experts(
 ) -> Tensor:
     _check_devices(hidden, topk_ids, topk_weights, gate_up, down, options)
     _check_layer(hidden, topk_ids, topk_weights, gate_up, down, format, down_format)
+    _check_options(topk_ids, options)
     return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
 
 
@@ -156,6 +170,7 @@ def _experts_out(
 ) -> None:
     _check_devices(hidden, topk_ids, topk_weights, gate_up, down, {**options, "out": out})
     _check_layer(hidden, topk_ids, topk_weights, gate_up, down, format, down_format)
+    _check_options(topk_ids, options)
     _check_dtype("out", out, (hidden.dtype,))
     if out.dim() != 2 or not all(map(_same, out.shape, hidden.shape)):
         raise ValueError(f"out: expected shape {list(hidden.shape)}, got {list(out.shape)}")

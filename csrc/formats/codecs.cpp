@@ -106,7 +106,8 @@ void encode_mxfp4(const Weight& w, int64_t e, const float* values, bool round_up
 
 void encode_nvfp4(const Weight& w, int64_t e, const float* values) {
   const float amax = magnitude_of(values, w.rows * w.cols);
-  const float global = amax == 0 ? 1.0f : amax / (6.0f * 448.0f);
+  // Of a matrix of the smallest subnormals it would be 0, and 0 / 0 a scale.
+  const float global = amax == 0 ? 1.0f : std::max(amax / (6.0f * 448.0f), std::numeric_limits<float>::denorm_min());
   for (int64_t r = 0; r < w.rows; ++r) {
     uint8_t* codes = writable(w, 0, e, r);
     uint8_t* scales = writable(w, 1, e, r);

@@ -62,7 +62,11 @@ struct PlaneHeader {
   double rescale = 1.0;   // multiplies the result, for formats with a second weight scale
   float unit = 1.0f;      // multiplies (weight scale * activation scale)
   float sum_unit = 1.0f;  // multiplies the integer sums, for formats whose scales fill float32's range
-  int32_t raw = 0;        // 1: float32 values follow; an infinity or NaN among them needs IEEE arithmetic throughout
+  // E8M0 codes of weights for which (weight scale * activation scale) is a normal number in every block; a row with
+  // others, or with the NaN, is computed with care.
+  int32_t least_code = 0;
+  int32_t most_code = 254;
+  enum Raw : int32_t { kNo, kInfinite, kNaN } raw = kNo;  // kInfinite: float32 values follow, for IEEE arithmetic
 };
 constexpr int64_t kPlaneHeaderBytes = 64;  // a cache line, so that what follows is aligned
 static_assert(sizeof(PlaneHeader) <= kPlaneHeaderBytes);

@@ -53,8 +53,10 @@ struct Fp8BlockKernel {
   struct Tokens {
     const float* x[N];
     const float* scale[N];
+    const uint8_t* plane[N];
     Tokens(int64_t cols, const uint8_t* const* planes) {
       for (int n = 0; n < N; ++n) {
+        plane[n] = planes[n];
         x[n] = reinterpret_cast<const float*>(body(planes[n]));
         scale[n] = reinterpret_cast<const float*>(body(planes[n]) + scale_offset(cols));
       }
@@ -83,13 +85,42 @@ struct Fp8BlockKernel {
     }
     const bool nan = V::any_magnitude_127(largest);
     for (int n = 0; n < N; ++n) {
-      out[n * out_stride] = nan ? std::numeric_limits<float>::quiet_NaN() : V::sum(sum[n]);
+      const float result = nan ? std::numeric_limits<float>::quiet_NaN() : V::sum(sum[n]);
+      out[n * out_stride] = std::isfinite(result) || nan ? result : dot_careful(w, expert, rows[0], tokens.plane[n]);
     }
+  }
+
+  // Where scale * 2^e left float32's range though the result may not.
+  [[gnu::noinline, gnu::cold]] static float dot_careful(const Weight& w, int64_t expert, int32_t row,
+                                                        const uint8_t* plane) {
+    const Tokens<1> tokens(w.cols, &plane);
+    const uint8_t* codes = w.row(0, expert, row);
+    const uint8_t* scales = w.row(1, expert, row / kBlock);
+    double total = 0;
+    for (int64_t b = 0; b < blocks(w.cols); ++b) {
+      uint8_t padded[kBlock] = {};
+      std::memcpy(padded, codes + b * kBlock, static_cast<size_t>(std::min<int64_t>(kBlock, w.cols - b * kBlock)));
+      V::F32 part = V::zero();
+      V::Bytes largest = V::zero_bytes();
+      block_sum<1>(padded, tokens, b, &part, largest);
+      total += static_cast<double>(V::sum(part)) * static_cast<double>(scale_at(w, scales, b)) *
+               static_cast<double>(tokens.scale[0][b]);
+    }
+    return static_cast<float>(total);
   }
 
   template <int N>
   static CPU_MOE_INLINE void block(const uint8_t* codes, float weight_scale, const Tokens<N>& tokens, int64_t b,
                                    V::F32* sum, V::Bytes& largest) {
+    V::F32 part[N];
+    block_sum<N>(codes, tokens, b, part, largest);
+    for (int n = 0; n < N; ++n) sum[n] = V::fma(part[n], V::set(weight_scale * tokens.scale[n][b]), sum[n]);
+  }
+
+  // A block's products, summed, without its scale.
+  template <int N>
+  static CPU_MOE_INLINE void block_sum(const uint8_t* codes, const Tokens<N>& tokens, int64_t b, V::F32* sum,
+                                       V::Bytes& largest) {
     V::F32 part[N][2];
     for (int n = 0; n < N; ++n) part[n][0] = part[n][1] = V::zero();
     for (int s = 0; s < kSteps; ++s) {
@@ -103,9 +134,7 @@ struct Fp8BlockKernel {
         for (int v = 0; v < 4; ++v) part[n][v % 2] = V::fma(value[v], V::load(x + v * V::kLanes), part[n][v % 2]);
       }
     }
-    for (int n = 0; n < N; ++n) {
-      sum[n] = V::fma(V::add(part[n][0], part[n][1]), V::set(weight_scale * tokens.scale[n][b]), sum[n]);
-    }
+    for (int n = 0; n < N; ++n) sum[n] = V::add(part[n][0], part[n][1]);
   }
 };
 

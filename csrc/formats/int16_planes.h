@@ -13,7 +13,7 @@
 //
 // Layout of a plane's body: int16 q, in steps of 2 * kBytes weights, each step as four vectors in the order in
 // which the weights come out of their bytes; then float scales, a slot per block; then, for formats with an offset, one
-// int32 vector a step to start the sums from.
+// int32 vector a step to start the sums from, lane by lane, so that every lane's sum is that of its weights.
 #pragma once
 
 namespace cpu_moe::CPU_MOE_TIER {
@@ -70,19 +70,36 @@ struct Int16Kernel {
   static void put_block(uint8_t* plane, int64_t cols, int64_t block, const int32_t* q, float scale) {
     int16_t* values = reinterpret_cast<int16_t*>(body(plane)) + block * kBlock / kStep * kStep;
     const int first = static_cast<int>(block * kBlock % kStep);
-    int32_t total = 0;
+    int32_t* start = reinterpret_cast<int32_t*>(body(plane) + start_offset(cols)) + block * kBlock / kStep * V::kLanes;
     for (int i = 0; i < kBlock; ++i) {
-      values[kPosition[first + i]] = static_cast<int16_t>(q[i]);
-      total += q[i];
+      const int at = kPosition[first + i];
+      values[at] = static_cast<int16_t>(q[i]);
+      if constexpr (Format::kOffset != 0) start[at % (V::kBytes / 2) / 2] -= Format::kOffset * q[i];
     }
     const int64_t group = block / V::kLanes;
     float* scales = reinterpret_cast<float*>(body(plane) + scale_offset(cols)) + group * V::kLanes;
     scales[V::scale_slot(kBlock, static_cast<int>(block % V::kLanes))] = scale;
-    if constexpr (Format::kOffset != 0) {
-      int32_t* start = reinterpret_cast<int32_t*>(body(plane) + start_offset(cols)) + block * (kBlock / 8);
-      start[0] = -Format::kOffset * total;
-    }
   }
+
+  // The exponents of a plane's activation scales, of blocks that are not zero.
+  struct ScaleRange {
+    int least = 1000, most = -1000;
+    void add(int e) {
+      least = std::min(least, e);
+      most = std::max(most, e);
+    }
+    void write(PlaneHeader& h) const {
+      if constexpr (!Format::kWideScale) return;
+      if (least > most) {  // all zero: no scale can spoil that
+        h.least_code = 0, h.most_code = 254;
+        return;
+      }
+      // 2^(code - 127), times the unit, times 2^e: normal after each multiplication.
+      constexpr int kUnitExponent = exponent_of(std::bit_cast<uint32_t>(Format::kUnit));
+      h.least_code = 1 - kUnitExponent + std::max(0, -least);
+      h.most_code = std::min(254, 254 - kUnitExponent - most);
+    }
+  };
 
   static int prepare(const float* x, int64_t cols, Precision precision, uint8_t* out) {
     if (!all_finite(x, cols)) return write_raw_plane(x, cols, out);
@@ -109,8 +126,8 @@ struct Int16Kernel {
       shift = exponent_of(max_magnitude_bits(x, cols));
       h.rescale = std::ldexp(1.0, shift);
     }
-    std::memcpy(out, &h, sizeof h);
     bool second = false;
+    ScaleRange range, second_range;
     for (int64_t b = 0; b < cols / kBlock; ++b) {
       const float* values = x + b * kBlock;
       const uint32_t amax = max_magnitude_bits(values, kBlock);
@@ -120,13 +137,13 @@ struct Int16Kernel {
       int32_t q[kBlock];
       const bool hides = quantize(values, e, scaled, q);
       put_block(out, cols, b, q, scale_of(e - 1 - shift));
-      if (hides && !second) {
-        second = true;
-        std::memset(planes[1], 0, static_cast<size_t>(plane_bytes(cols)));
-        std::memcpy(planes[1], &h, sizeof h);
-      }
+      range.add(e - 1);
+      second |= hides;
     }
+    range.write(h);
+    std::memcpy(out, &h, sizeof h);
     if (!second) return 1;
+    std::memset(planes[1], 0, static_cast<size_t>(plane_bytes(cols)));
     for (int64_t b = 0; b < cols / kBlock; ++b) {
       const float* values = x + b * kBlock;
       const uint32_t amax = max_magnitude_bits(values, kBlock);
@@ -137,7 +154,10 @@ struct Int16Kernel {
       quantize(values, e, scaled, q);
       for (int i = 0; i < kBlock; ++i) q[i] = static_cast<int32_t>((scaled[i] - static_cast<float>(q[i])) * 32768.0f);
       put_block(planes[1], cols, b, q, scale_of(e - 16 - shift));
+      second_range.add(e - 16);
     }
+    second_range.write(h);
+    std::memcpy(planes[1], &h, sizeof h);
     return 2;
   }
 
@@ -210,23 +230,14 @@ struct Int16Kernel {
                                  float* out, int64_t out_stride) {
     static_assert(R == 1);
     dot_row<N, false>(w, expert, rows[0], tokens, out, out_stride);
-    if constexpr (Format::kWideScale) {
-      // Where scales are so far out that their products with the activations' may have left float32's range, or a scale
-      // is NaN, the result is no ordinary number or a very small one.
-      bool ordinary = true;
-      for (int n = 0; n < N; ++n) {
-        const float magnitude = std::fabs(out[n * out_stride]);
-        ordinary &= magnitude >= 0x1p-80f && magnitude <= std::numeric_limits<float>::max();
-      }
-      if (!ordinary) dot_careful<N>(w, expert, rows[0], tokens, out, out_stride);
-    }
   }
 
-  // Seldom needed, so that it stays out of the way.
-  template <int N>
+  // Where products of scales leave float32's range though the result may not. Seldom needed, so out of the way, and for
+  // the token that needs it alone: what it gets must not depend on the others.
   [[gnu::noinline, gnu::cold]] static void dot_careful(const Weight& w, int64_t expert, int32_t row,
-                                                       const Tokens<N>& tokens, float* out, int64_t out_stride) {
-    dot_row<N, true>(w, expert, row, tokens, out, out_stride);
+                                                       const PlaneHeader* plane, float* out) {
+    const uint8_t* const planes[1] = {reinterpret_cast<const uint8_t*>(plane)};
+    dot_row<1, true>(w, expert, row, Tokens<1>(w.cols, planes), out, 1);
   }
 
   template <int N, bool Careful>
@@ -252,6 +263,18 @@ struct Int16Kernel {
     for (int n = 0; n < N; ++n) {
       const float result = row.finish(V::sum(sum[n]), tokens.header[n]->rescale);
       out[n * out_stride] = nan ? std::numeric_limits<float>::quiet_NaN() : result;
+    }
+    if constexpr (!Careful) {
+      for (int n = 0; n < N; ++n) {
+        const PlaneHeader* plane = tokens.header[n];
+        bool care;
+        if constexpr (Format::kWideScale) {
+          care = row.least_code() < plane->least_code || row.most_code() > plane->most_code;
+        } else {
+          care = !std::isfinite(out[n * out_stride]) && !nan;
+        }
+        if (care) dot_careful(w, expert, r, plane, out + n * out_stride);
+      }
     }
   }
 

@@ -28,12 +28,15 @@ struct Mxfp4 {
     }
     CPU_MOE_INLINE V::F32 scales(int64_t group) {
       const V::I32 code = V::template load_scale_bytes<kBlock>(scales_ + group * V::kLanes);
+      most_ = V::max(most_, code);
+      least_ = V::min(least_, code);
       // The code is float32's exponent field; 0 stands for the subnormal 2^-127.
       const V::I32 bits = V::template shift_left<23>(code);
       if constexpr (!Careful) return V::as_f32(bits);
-      largest_ = V::max(largest_, code);
       return V::as_f32(V::max(bits, V::set_i32(0x00400000)));
     }
+    int least_code() const { return -V::max_of(V::sub(V::zero_i32(), least_)); }
+    int most_code() const { return V::max_of(most_); }
     CPU_MOE_INLINE void prefetch(int64_t group) const {
       for (int64_t line = 0; line < kGroupBytes; line += 64)
         V::prefetch(codes_ + group * kGroupBytes + kPrefetchBytes + line);
@@ -45,15 +48,19 @@ struct Mxfp4 {
       t.scales_ = copy.scales(scales_ + groups * V::kLanes, blocks);
       return t;
     }
-    void absorb(const Row& tail) { largest_ = V::max(largest_, tail.largest_); }
-    bool saw_nan() const { return Careful && V::max_of(largest_) == 255; }
+    void absorb(const Row& tail) {
+      most_ = V::max(most_, tail.most_);
+      least_ = V::min(least_, tail.least_);
+    }
+    bool saw_nan() const { return Careful && most_code() == 255; }
     float finish(float sum, double) const { return sum; }
 
    private:
     const uint8_t* codes_;
     const uint8_t* scales_;
     V::Bytes table_;
-    V::I32 largest_ = V::zero_i32();
+    V::I32 most_ = V::zero_i32();
+    V::I32 least_ = V::set_i32(255);
   };
 };
 

@@ -21,7 +21,7 @@ inline uint32_t max_magnitude_bits(const float* x, int64_t n) {
 }
 
 // floor(log2) of a finite magnitude given as bits, subnormals included; 0 for 0.
-inline int exponent_of(uint32_t magnitude) {
+constexpr int exponent_of(uint32_t magnitude) {
   if (magnitude == 0) return 0;
   return magnitude >> 23 ? static_cast<int>(magnitude >> 23) - 127 : 31 - std::countl_zero(magnitude) - 149;
 }
@@ -30,19 +30,35 @@ inline bool all_finite(const float* x, int64_t n) { return max_magnitude_bits(x,
 
 inline int write_raw_plane(const float* x, int64_t cols, uint8_t* out) {
   PlaneHeader h;
-  h.raw = 1;
+  h.raw = max_magnitude_bits(x, cols) > 0x7F800000 ? PlaneHeader::kNaN : PlaneHeader::kInfinite;
   std::memcpy(out, &h, sizeof h);
   std::memcpy(body(out), x, static_cast<size_t>(cols) * sizeof(float));
   return 1;
 }
 
-// IEEE semantics for a token with infinities or NaNs; rare, so simple.
-inline float dot_raw(const Weight& w, int64_t expert, int64_t row, const uint8_t* plane, float* decoded) {
-  decode_row(w, expert, row, decoded);
-  const float* x = reinterpret_cast<const float*>(body(plane));
-  double sum = 0;
-  for (int64_t c = 0; c < w.cols; ++c) sum += static_cast<double>(decoded[c]) * static_cast<double>(x[c]);
-  return static_cast<float>(sum);
+// IEEE semantics for tokens with infinities or NaNs. A NaN times any weight is one, so no weight is read for those
+// (rows of padding may well hold them); infinities are rare, so simple.
+inline void dot_raw(const Weight& w, int64_t expert, const int32_t* rows, int64_t row_count,
+                    const uint8_t* const* planes, int64_t count, float* out, int64_t out_stride) {
+  bool infinite = false;
+  for (int64_t p = 0; p < count; ++p) {
+    infinite |= header(planes[p]).raw == PlaneHeader::kInfinite;
+    std::fill_n(out + p * out_stride, row_count, std::numeric_limits<float>::quiet_NaN());
+  }
+  if (!infinite) return;
+  std::vector<float> decoded(static_cast<size_t>(w.cols));
+  for (int64_t j = 0; j < row_count; ++j) {
+    decode_row(w, expert, rows[j], decoded.data());
+    for (int64_t p = 0; p < count; ++p) {
+      if (header(planes[p]).raw != PlaneHeader::kInfinite) continue;
+      const float* x = reinterpret_cast<const float*>(body(planes[p]));
+      double sum = 0;
+      for (int64_t c = 0; c < w.cols; ++c) {
+        sum += static_cast<double>(decoded[static_cast<size_t>(c)]) * static_cast<double>(x[c]);
+      }
+      out[p * out_stride + j] = static_cast<float>(sum);
+    }
+  }
 }
 
 // How far ahead of its reads a kernel's software prefetch runs, for kernels whose arithmetic leaves the hardware's
@@ -68,18 +84,18 @@ inline void dot_tokens(const Weight& w, int64_t expert, const int32_t* rows, int
 template <class Kernel>
 inline void dot_planes(const Weight& w, int64_t expert, const int32_t* rows, int64_t row_count,
                        const uint8_t* const* planes, int64_t count, float* out, int64_t out_stride) {
-  std::vector<float> decoded;
   int64_t p = 0;
   while (p < count) {
     float* to = out + p * out_stride;
-    if (header(planes[p]).raw) {
-      decoded.resize(static_cast<size_t>(w.cols));
-      for (int64_t j = 0; j < row_count; ++j) to[j] = dot_raw(w, expert, rows[j], planes[p], decoded.data());
-      ++p;
+    int64_t raw = 0;
+    while (p + raw < count && header(planes[p + raw]).raw != PlaneHeader::kNo) ++raw;
+    if (raw != 0) {
+      dot_raw(w, expert, rows, row_count, planes + p, raw, to, out_stride);
+      p += raw;
       continue;
     }
     int64_t n = 1;
-    while (n < 4 && p + n < count && !header(planes[p + n]).raw) ++n;
+    while (n < 4 && p + n < count && header(planes[p + n]).raw == PlaneHeader::kNo) ++n;
     if (n == 4) {
       dot_tokens<Kernel, 4, 1>(w, expert, rows, row_count, planes + p, to, out_stride);
     } else if (n == 3) {

@@ -10,7 +10,7 @@ struct Q4_0 {
   static constexpr int kBlock = 32;
   static constexpr bool kSplitHalves = true;
   static constexpr int kOffset = 8;
-  // |sum| <= 15 * 32768 * 8 + 8 * 32 * 32768 a lane < 2^24; activations q * 2^(e-14) are held as scale 2^(e-1).
+  // |sum| <= 8 * 32768 * 8 products a lane < 2^24; activations q * 2^(e-14) are held as scale 2^(e-1).
   static constexpr float kUnit = 0x1p-13f;
   static constexpr bool kRescale = false;
   static constexpr bool kWideScale = false;

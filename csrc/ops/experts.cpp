@@ -95,7 +95,7 @@ static Experts check_call(const Tensor& hidden, const Tensor& topk_ids, const Te
     TORCH_CHECK_VALUE(*limit > 0, "limit: expected a number above 0, or None for no clamp, got ", *limit);
     call.limit = static_cast<float>(*limit);
   }
-  TORCH_CHECK_VALUE(std::isfinite(alpha), "alpha: expected a finite number, got ", alpha);
+  TORCH_CHECK_VALUE(std::isfinite(static_cast<float>(alpha)), "alpha: expected a finite float32, got ", alpha);
   call.alpha = static_cast<float>(alpha);
 
   call.tokens = hidden.size(0);
@@ -157,11 +157,17 @@ void experts_out(const Tensor& hidden, const Tensor& topk_ids, const Tensor& top
                     call.tokens, ", ", call.hidden, "] (M, H), got ", shape_text(out.sizes()));
   TORCH_CHECK_VALUE((out.size(1) == 1 || out.stride(1) == 1) && (out.size(0) <= 1 || out.stride(0) >= out.size(1)),
                     "out: expected contiguous rows that do not overlap, got strides ", shape_text(out.strides()));
-  // A token's input may be read after another's output is written.
-  for (const auto& [t, name] :
-       {std::pair{&hidden, "hidden"}, {&topk_ids, "topk_ids"}, {&topk_weights, "topk_weights"}}) {
-    TORCH_CHECK_VALUE(!overlap(out, *t), "out: overlaps ", name, " in memory; expected a tensor of its own");
-  }
+  // All inputs may be read after the first output is written.
+  const auto apart = [&out](const Tensor& t, const std::string& name) {
+    TORCH_CHECK_VALUE(!overlap(out, t), "out: overlaps ", name, " in memory; expected a tensor of its own");
+  };
+  apart(hidden, "hidden");
+  apart(topk_ids, "topk_ids");
+  apart(topk_weights, "topk_weights");
+  for (size_t i = 0; i < gate_up.size(); ++i) apart(gate_up[i], "gate_up[" + std::to_string(i) + "]");
+  for (size_t i = 0; i < down.size(); ++i) apart(down[i], "down[" + std::to_string(i) + "]");
+  if (gate_up_bias.has_value() && gate_up_bias->defined()) apart(*gate_up_bias, "gate_up_bias");
+  if (down_bias.has_value() && down_bias->defined()) apart(*down_bias, "down_bias");
   call.output = static_cast<uint8_t*>(out.mutable_data_ptr());
   call.output_stride = out.stride(0) * out.element_size();
   compute(call);

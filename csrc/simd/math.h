@@ -44,7 +44,7 @@ CPU_MOE_INLINE V::F32 gated(V::F32 gate, V::F32 up, V::F32 alpha, V::F32 limit) 
     return V::mul(swish(gate, V::mul(cubic, V::set(1.5957691216057308f))), up);
   } else if constexpr (A == Activation::kRelu2) {
     const V::F32 positive = V::max_keep_nan(V::zero(), gate);
-    return V::mul(V::mul(positive, positive), up);
+    return V::mul(V::mul(positive, up), positive);  // the square alone may overflow
   } else {
     const V::F32 g = V::min_keep_nan(limit, gate);
     const V::F32 u = V::max_keep_nan(V::sub(V::zero(), limit), V::min_keep_nan(limit, up));
