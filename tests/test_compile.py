@@ -328,6 +328,11 @@ def test_gradients_are_never_dropped_in_silence(how: str) -> None:
     [
         ({"activation": "swish"}, ValueError, "activation: unknown 'swish'"),
         ({"precision": "int8"}, ValueError, "precision: unknown 'int8'"),
+        ({"limit": 7.0}, ValueError, "limit: expected .* swigluoai"),
+        ({"limit": -1.0, "activation": "swigluoai"}, ValueError, "limit: expected a number above 0"),
+        ({"alpha": float("inf")}, ValueError, "alpha: expected a finite number"),
+        ({"gate_up_bias": torch.zeros(4)}, ValueError, "gate_up_bias: expected shape"),
+        ({"down_bias": torch.zeros(4, 64, dtype=torch.float64)}, TypeError, "down_bias: expected .* got float64"),
         ({"apply_router_weight_on_input": True}, ValueError, "expected k = 1, got k = 2"),
         ({"down": [torch.zeros(4, 64, 32, dtype=torch.int16)]}, TypeError, r"down\[0\]: expected bfloat16, got int16"),
     ],

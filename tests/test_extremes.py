@@ -88,6 +88,22 @@ def test_q4_0_scale_times_the_largest_activations(tier: str) -> None:
     check("q4_0", [block], blocks(2.0**127))
 
 
+@pytest.mark.parametrize("exponent", [-148, -140, -130, -120, -100, 100, 120])
+def test_small_and_large_tokens(fmt: str, exponent: int, tier: str) -> None:
+    """Against sum |w * x|, down to where float32 itself has no bits left."""
+    if fmt == "ds_fp4" and exponent < 0:
+        pytest.skip("its activations have a floor of 1e-4 by DeepSeek's own rule")
+    columns = 256
+    bank = make_bank(fmt, 1, 64, columns)
+    x = torch.ldexp(torch.rand(2, columns, generator=torch.Generator().manual_seed(3)) + 1, torch.tensor(exponent))
+    weight = decode(fmt, bank.down)[0].double()
+    want, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
+    got = down_only(fmt, bank.down, x).double()
+    if size.max() < torch.finfo(torch.float32).max / 4:
+        step = (2**-4 if fmt == "ds_fp4" else 2**-12) * size + columns * 2.0**-149
+        assert ((got - want).abs() <= step).all(), ((got - want).abs() / size).max()
+
+
 @pytest.mark.parametrize("special", ["zero", "tiny", "huge", "outlier", "nan", "infinite"])
 def test_a_token_keeps_its_bits_beside_a_special_one(fmt: str, special: str, tier: str) -> None:
     """In every place beside it, whatever path the special one takes."""

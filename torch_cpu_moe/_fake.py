@@ -10,6 +10,7 @@ torch needs these in Python even though the library could register meta kernels:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from .reference import FORMATS, Format
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 ROUTER_FLOATS = (*FLOATS, torch.float64)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "swigluoai", "swiglu_clamp")
+CLAMPING = ("swigluoai", "swiglu_clamp")
 PRECISIONS = ("exact", "fast")
 
 _library: torch.library.Library | None = None  # the registrations live as long as this object
@@ -115,6 +117,17 @@ def _check_options(topk_ids: Tensor, options: dict[str, Any]) -> None:
         value = options.get(name, known[0])
         if value not in known:
             raise ValueError(f"{name}: unknown {value!r}; expected one of {', '.join(known)}")
+    limit, alpha = options.get("limit"), options.get("alpha")
+    if isinstance(limit, float) and (options.get("activation") not in CLAMPING or not limit > 0):
+        raise ValueError(f"limit: expected a number above 0, with {' or '.join(CLAMPING)}; got {limit}")
+    if isinstance(alpha, float) and not math.isfinite(alpha):
+        raise ValueError(f"alpha: expected a finite number, got {alpha}")
+    if isinstance(topk_ids.shape[1], int) and topk_ids.shape[1] < 1:
+        raise ValueError(f"topk_ids: expected k >= 1, got {list(topk_ids.shape)}")
+    for name in ("gate_up_bias", "down_bias"):
+        if (bias := options.get(name)) is not None:
+            _check_rank(name, bias, ("E", "2I" if name == "gate_up_bias" else "H"))
+            _check_dtype(name, bias, FLOATS)
     if options.get("apply_router_weight_on_input") and not _same(topk_ids.shape[1], 1):
         raise ValueError(f"apply_router_weight_on_input: expected k = 1, got k = {topk_ids.shape[1]}")
 

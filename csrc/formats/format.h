@@ -66,6 +66,7 @@ struct PlaneHeader {
   // others, or with the NaN, is computed with care.
   int32_t least_code = 0;
   int32_t most_code = 254;
+  int32_t zero = 0;                                       // 1: all activations are 0 (fp8_block)
   enum Raw : int32_t { kNo, kInfinite, kNaN } raw = kNo;  // kInfinite: float32 values follow, for IEEE arithmetic
 };
 constexpr int64_t kPlaneHeaderBytes = 64;  // a cache line, so that what follows is aligned

@@ -26,14 +26,15 @@ struct Fp8BlockKernel {
 
   static int prepare(const float* x, int64_t cols, Precision, uint8_t* out) {
     if (!all_finite(x, cols)) return write_raw_plane(x, cols, out);
-    const PlaneHeader h;
+    PlaneHeader h;
+    h.zero = max_magnitude_bits(x, cols) == 0;
     std::memcpy(out, &h, sizeof h);
     float* values = reinterpret_cast<float*>(body(out));
     float* scales = reinterpret_cast<float*>(body(out) + scale_offset(cols));
     for (int64_t b = 0; b < blocks(cols); ++b) {
       const int64_t first = b * kBlock;
       const int n = static_cast<int>(std::min<int64_t>(kBlock, cols - first));
-      const int e = exponent_of(max_magnitude_bits(x + first, n));
+      const int e = std::max(exponent_of(max_magnitude_bits(x + first, n)), -120);  // so that `half` has a power
       const int half = (120 - e) / 2;  // 2^(120-e) itself may be out of range
       const float m1 = exp2_float(half), m2 = exp2_float(120 - e - half);
       for (int i = 0; i < kBlock; ++i) {
@@ -85,8 +86,11 @@ struct Fp8BlockKernel {
     }
     const bool nan = V::any_magnitude_127(largest);
     for (int n = 0; n < N; ++n) {
-      const float result = nan ? std::numeric_limits<float>::quiet_NaN() : V::sum(sum[n]);
-      out[n * out_stride] = std::isfinite(result) || nan ? result : dot_careful(w, expert, rows[0], tokens.plane[n]);
+      float result = nan ? std::numeric_limits<float>::quiet_NaN() : V::sum(sum[n]);
+      // Otherwise what scale * 2^e may have lost, below 2^-126, is nothing beside it.
+      const bool ordinary = std::fabs(result) >= 0x1p-100f && std::isfinite(result);
+      if (!ordinary && !nan && !header(tokens.plane[n]).zero) result = dot_careful(w, expert, rows[0], tokens.plane[n]);
+      out[n * out_stride] = result;
     }
   }
 

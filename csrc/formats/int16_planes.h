@@ -264,16 +264,12 @@ struct Int16Kernel {
       const float result = row.finish(V::sum(sum[n]), tokens.header[n]->rescale);
       out[n * out_stride] = nan ? std::numeric_limits<float>::quiet_NaN() : result;
     }
-    if constexpr (!Careful) {
+    if constexpr (Format::kWideScale && !Careful) {
       for (int n = 0; n < N; ++n) {
         const PlaneHeader* plane = tokens.header[n];
-        bool care;
-        if constexpr (Format::kWideScale) {
-          care = row.least_code() < plane->least_code || row.most_code() > plane->most_code;
-        } else {
-          care = !std::isfinite(out[n * out_stride]) && !nan;
+        if (row.least_code() < plane->least_code || row.most_code() > plane->most_code) {
+          dot_careful(w, expert, r, plane, out + n * out_stride);
         }
-        if (care) dot_careful(w, expert, r, plane, out + n * out_stride);
       }
     }
   }

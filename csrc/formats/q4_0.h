@@ -12,7 +12,7 @@ struct Q4_0 {
   static constexpr int kOffset = 8;
   // |sum| <= 8 * 32768 * 8 products a lane < 2^24; activations q * 2^(e-14) are held as scale 2^(e-1).
   static constexpr float kUnit = 0x1p-13f;
-  static constexpr bool kRescale = false;
+  static constexpr bool kRescale = true;  // f16 scales times small activations would leave float32's range
   static constexpr bool kWideScale = false;
   static constexpr bool kFastIsQ8_0 = true;
   static constexpr int64_t kBlockBytes = 18;
@@ -44,7 +44,7 @@ struct Q4_0 {
     }
     void absorb(const Row&) {}
     bool saw_nan() const { return false; }  // an f16 NaN comes through the arithmetic
-    float finish(float sum, double) const { return sum; }
+    float finish(float sum, double rescale) const { return static_cast<float>(static_cast<double>(sum) * rescale); }
 
    private:
     const uint8_t* blocks_;

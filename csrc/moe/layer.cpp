@@ -17,7 +17,7 @@ namespace {
 // Scratch of one round of tokens. Large enough that an expert's weights are read once for many tokens, small beside any
 // bank.
 constexpr int64_t kScratchBytes = int64_t{96} << 20;
-// What a thread keeps between calls, so that decode allocates nothing.
+// What a thread keeps between calls, so that decode does not allocate its scratch anew.
 constexpr int64_t kKeepBytes = int64_t{16} << 20;
 
 // Weight bytes of a work item. Small: the last item of a phase is what the other threads wait for (16 KiB are ~1 us).

@@ -7,6 +7,7 @@
 #include "../system/work.h"
 #include "checks.h"
 #include "ops.h"
+#include "torch_threads.h"
 
 namespace cpu_moe::ops {
 namespace {
@@ -14,7 +15,7 @@ namespace {
 // body(item) for every item, on the pool.
 template <class Body>
 void parallel_for(int64_t items, const Body& body) {
-  as_value_error([&] {
+  const auto job = [&] {
     const int threads = sys::thread_count();
     sys::WorkRanges work;
     work.reset(items, threads);
@@ -22,7 +23,8 @@ void parallel_for(int64_t items, const Body& body) {
       int64_t item;
       while (work.next(team.rank(), item)) body(item);
     });
-  });
+  };
+  as_value_error([&] { run_beside_torch(job); });
 }
 
 }  // namespace

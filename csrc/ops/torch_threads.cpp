@@ -56,6 +56,7 @@ int64_t read(clockid_t clock) {
 struct OpenMp {
   void (*parallel)(void (*)(void*), void*, unsigned threads, unsigned flags) = nullptr;  // LLVM's has it as well
   int (*thread_number)() = nullptr;
+  int (*thread_count)() = nullptr;
 
   static const OpenMp& of_torch() {
     static const OpenMp found = [] {
@@ -63,13 +64,14 @@ struct OpenMp {
       if (void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD)) {
         openmp.parallel = reinterpret_cast<decltype(parallel)>(dlsym(library, "GOMP_parallel"));
         openmp.thread_number = reinterpret_cast<decltype(thread_number)>(dlsym(library, "omp_get_thread_num"));
+        openmp.thread_count = reinterpret_cast<decltype(thread_count)>(dlsym(library, "omp_get_num_threads"));
         dlclose(library);
       }
       return openmp;
     }();
     return found;
   }
-  bool there() const { return parallel != nullptr && thread_number != nullptr; }
+  bool there() const { return parallel != nullptr && thread_number != nullptr && thread_count != nullptr; }
 
   // body(number of the thread) on each of a team.
   template <class Body>
@@ -91,11 +93,12 @@ void look_at_team(int threads) {
   team.threads = threads;
   team.known = false;
   Team& mine = team;
-  // Where OpenMP grants fewer threads, there is none of the last number.
-  auto look = [&mine, threads](int number) {
-    if (number == threads - 1) mine.known = pthread_getcpuclockid(pthread_self(), &mine.clock) == 0;
+  const OpenMp& openmp = OpenMp::of_torch();
+  auto look = [&mine, &openmp](int number) {
+    const int granted = openmp.thread_count();  // may be fewer than asked for
+    if (number != 0 && number == granted - 1) mine.known = pthread_getcpuclockid(pthread_self(), &mine.clock) == 0;
   };
-  OpenMp::of_torch().run(threads, look);
+  openmp.run(threads, look);
 }
 
 // The members other than the caller sleep until job() has ended.
