@@ -25,9 +25,10 @@ struct Fp8BlockKernel {
   static constexpr int position(int c) { return ((c % 4 == 1) ? 2 : (c % 4 == 2) ? 1 : c % 4) * V::kLanes + c / 4; }
 
   static int prepare(const float* x, int64_t cols, Precision, uint8_t* out) {
-    if (!all_finite(x, cols)) return write_raw_plane(x, cols, out);
+    const uint32_t amax = max_magnitude_bits(x, cols);
+    if (!finite(amax)) return write_raw_plane(x, cols, out);
     PlaneHeader h;
-    h.zero = max_magnitude_bits(x, cols) == 0;
+    h.zero = amax == 0;
     std::memcpy(out, &h, sizeof h);
     float* values = reinterpret_cast<float*>(body(out));
     float* scales = reinterpret_cast<float*>(body(out) + scale_offset(cols));
@@ -76,7 +77,7 @@ struct Fp8BlockKernel {
     V::F32 sum[N];
     for (int n = 0; n < N; ++n) sum[n] = V::zero();
     for (int64_t b = 0; b < whole; ++b) {
-      for (int64_t line = 0; line < kBlock; line += 64) V::prefetch(codes + b * kBlock + kPrefetchBytes + line);
+      prefetch_ahead(codes + b * kBlock, kBlock);
       block<N>(codes + b * kBlock, scale_at(w, scales, b), tokens, b, sum, largest);
     }
     if (rest != 0) {

@@ -90,10 +90,7 @@ struct Int16Kernel {
     }
     void write(PlaneHeader& h) const {
       if constexpr (!Format::kWideScale) return;
-      if (least > most) {  // all zero: no scale can spoil that
-        h.least_code = 0, h.most_code = 254;
-        return;
-      }
+      if (least > most) return;  // all zero: no scale can spoil that
       // 2^(code - 127), times the unit, times 2^e: normal after each multiplication.
       constexpr int kUnitExponent = exponent_of(std::bit_cast<uint32_t>(Format::kUnit));
       h.least_code = 1 - kUnitExponent + std::max(0, -least);

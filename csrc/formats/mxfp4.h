@@ -37,10 +37,7 @@ struct Mxfp4 {
     }
     int least_code() const { return -V::max_of(V::sub(V::zero_i32(), least_)); }
     int most_code() const { return V::max_of(most_); }
-    CPU_MOE_INLINE void prefetch(int64_t group) const {
-      for (int64_t line = 0; line < kGroupBytes; line += 64)
-        V::prefetch(codes_ + group * kGroupBytes + kPrefetchBytes + line);
-    }
+    CPU_MOE_INLINE void prefetch(int64_t group) const { prefetch_ahead(codes_ + group * kGroupBytes, kGroupBytes); }
     // The last `blocks` blocks, which are no whole group, from a padded copy: a bank may end where the mapping ends.
     Row tail(int64_t groups, int blocks, TailBytes& copy) const {
       Row t(*this);

@@ -35,10 +35,7 @@ struct Nvfp4 {
       largest_ = V::max(largest_, V::template shift_left<1>(bits));  // without the sign
       return V::as_f32(bits);
     }
-    CPU_MOE_INLINE void prefetch(int64_t group) const {
-      for (int64_t line = 0; line < kGroupBytes; line += 64)
-        V::prefetch(codes_ + group * kGroupBytes + kPrefetchBytes + line);
-    }
+    CPU_MOE_INLINE void prefetch(int64_t group) const { prefetch_ahead(codes_ + group * kGroupBytes, kGroupBytes); }
     Row tail(int64_t groups, int blocks, TailBytes& copy) const {
       Row t(*this);
       t.codes_ = copy.codes(codes_ + groups * kGroupBytes, blocks * 8);

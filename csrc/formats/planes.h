@@ -26,7 +26,8 @@ constexpr int exponent_of(uint32_t magnitude) {
   return magnitude >> 23 ? static_cast<int>(magnitude >> 23) - 127 : 31 - std::countl_zero(magnitude) - 149;
 }
 
-inline bool all_finite(const float* x, int64_t n) { return max_magnitude_bits(x, n) < 0x7F800000; }
+constexpr bool finite(uint32_t magnitude) { return magnitude < 0x7F800000; }
+inline bool all_finite(const float* x, int64_t n) { return finite(max_magnitude_bits(x, n)); }
 
 inline int write_raw_plane(const float* x, int64_t cols, uint8_t* out) {
   PlaneHeader h;
@@ -65,6 +66,11 @@ inline void dot_raw(const Weight& w, int64_t expert, const int32_t* rows, int64_
 // prefetcher too few reads to work with. Every line is asked for, or none: some of them confuse that prefetcher. Rows
 // follow each other, so beyond a row's end lies what is read next (docs/performance.md has the measurements).
 constexpr int64_t kPrefetchBytes = 4096;
+
+// For the next `bytes` (whole lines, or a line more) that are read from `here`.
+CPU_MOE_INLINE void prefetch_ahead(const uint8_t* here, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) V::prefetch(here + kPrefetchBytes + line);
+}
 
 // Runs the kernel on tokens planes[0..N), R rows at a time.
 template <class Kernel, int N, int R>

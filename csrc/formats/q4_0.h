@@ -33,10 +33,7 @@ struct Q4_0 {
     CPU_MOE_INLINE V::F32 scales(int64_t group) const {
       return V::template gather_f16_scales<kBlock>(blocks_ + group * kGroupBytes, kBlockBytes);
     }
-    CPU_MOE_INLINE void prefetch(int64_t group) const {
-      for (int64_t line = 0; line < kGroupBytes; line += 64)
-        V::prefetch(blocks_ + group * kGroupBytes + kPrefetchBytes + line);
-    }
+    CPU_MOE_INLINE void prefetch(int64_t group) const { prefetch_ahead(blocks_ + group * kGroupBytes, kGroupBytes); }
     Row tail(int64_t groups, int blocks, TailBytes& copy) const {
       Row t(*this);
       t.blocks_ = copy.codes(blocks_ + groups * kGroupBytes, blocks * kBlockBytes);

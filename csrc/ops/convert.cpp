@@ -3,32 +3,11 @@
 
 #include "../moe/routes.h"
 #include "../simd/tier.h"
-#include "../system/pool.h"
-#include "../system/work.h"
 #include "checks.h"
 #include "ops.h"
-#include "torch_threads.h"
+#include "parallel_for.h"
 
 namespace cpu_moe::ops {
-namespace {
-
-// body(item) for every item, on the pool.
-template <class Body>
-void parallel_for(int64_t items, const Body& body) {
-  const auto job = [&] {
-    const int threads = sys::thread_count();
-    sys::WorkRanges work;
-    work.reset(items, threads);
-    sys::run(threads, [&](sys::Team& team) {
-      int64_t item;
-      while (work.next(team.rank(), item)) body(item);
-    });
-  };
-  as_value_error([&] { run_beside_torch(job); });
-}
-
-}  // namespace
-
 Tensor dequantize(TensorList weight, std::string_view format, ScalarType dtype) {
   const int index = parse_format(format, "format");
   TORCH_CHECK_TYPE(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,

@@ -3,10 +3,9 @@
 #include "../simd/tier.h"
 #include "../system/info.h"
 #include "../system/pool.h"
-#include "../system/work.h"
 #include "checks.h"
 #include "ops.h"
-#include "torch_threads.h"
+#include "parallel_for.h"
 
 #include <atomic>
 
@@ -29,21 +28,11 @@ int64_t stream_read(const Tensor& data, int64_t variant) {
   // Pieces as large as keep all threads busy to the end: a plain read should lose nothing to scheduling.
   constexpr int64_t kPiece = int64_t{1} << 20;
   std::atomic<uint64_t> total{0};
-  const auto read = [&] {
-    const int threads = sys::thread_count();
-    sys::WorkRanges work;
-    work.reset((size + kPiece - 1) / kPiece, threads);
-    sys::run(threads, [&](sys::Team& team) {
-      int64_t item;
-      uint64_t sum = 0;
-      while (work.next(team.rank(), item)) {
-        sum +=
-            tier.stream_read(bytes + item * kPiece, std::min(kPiece, size - item * kPiece), static_cast<int>(variant));
-      }
-      total.fetch_add(sum, std::memory_order_relaxed);
-    });
-  };
-  as_value_error([&] { run_beside_torch(read); });
+  parallel_for((size + kPiece - 1) / kPiece, [&](int64_t item) {
+    const uint8_t* piece = bytes + item * kPiece;
+    const int64_t length = std::min(kPiece, size - item * kPiece);
+    total.fetch_add(tier.stream_read(piece, length, static_cast<int>(variant)), std::memory_order_relaxed);
+  });
   return static_cast<int64_t>(total.load() & 0x7FFFFFFFFFFFFFFF);
 }
 

@@ -78,16 +78,11 @@ struct V {
   }
   template <int Block>
   static CPU_MOE_INLINE I32 load_scale_bytes(const uint8_t* p) {
-    // In-lane order: see spread().
-    const __m128i order = Block == 32 ? _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, -1, -1, -1, -1, -1, -1, -1, -1)
-                                      : _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, -1, -1, -1, -1, -1, -1, -1, -1);
-    return _mm256_cvtepu8_epi32(_mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), order));
+    return _mm256_cvtepu8_epi32(spread_order<Block>(p));
   }
   template <int Block>
   static CPU_MOE_INLINE I32 load_signed_scale_bytes(const uint8_t* p) {
-    const __m128i order = Block == 32 ? _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, -1, -1, -1, -1, -1, -1, -1, -1)
-                                      : _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, -1, -1, -1, -1, -1, -1, -1, -1);
-    return _mm256_cvtepi8_epi32(_mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), order));
+    return _mm256_cvtepi8_epi32(spread_order<Block>(p));
   }
 
   // --- floats ----------------------------------------------------------------------------------------------------
@@ -143,6 +138,15 @@ struct V {
     return block_size == 32 ? (block % 2) * 4 + block / 2 : ((block / 2) % 2) * 4 + (block / 4) * 2 + block % 2;
   }
   static CPU_MOE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+ private:
+  // Eight scale bytes in the in-lane order that spread() wants.
+  template <int Block>
+  static CPU_MOE_INLINE __m128i spread_order(const uint8_t* p) {
+    const __m128i order = Block == 32 ? _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, -1, -1, -1, -1, -1, -1, -1, -1)
+                                      : _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, -1, -1, -1, -1, -1, -1, -1, -1);
+    return _mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), order);
+  }
 };
 
 }  // namespace cpu_moe::avx2

@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <pthread.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -20,7 +21,6 @@
 #include "float_mode.h"
 #include "futex.h"
 #include "read_file.h"
-#include "signals.h"
 
 namespace cpu_moe::sys {
 namespace {
@@ -85,6 +85,22 @@ void name_this_thread(int rank) {
   (void)name;
 #endif
 }
+
+// Signals belong to the host's threads. Those that a thread raises by its own fault stay, so that crash handlers
+// (Python's faulthandler) can report them.
+class BlockSignals {
+ public:
+  BlockSignals() {
+    sigset_t set;
+    sigfillset(&set);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS}) sigdelset(&set, fault);
+    pthread_sigmask(SIG_SETMASK, &set, &saved_);
+  }
+  ~BlockSignals() { pthread_sigmask(SIG_SETMASK, &saved_, nullptr); }
+
+ private:
+  sigset_t saved_;
+};
 
 void warn(const std::string& key, const std::string& message);
 
