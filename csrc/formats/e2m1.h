@@ -7,14 +7,8 @@ namespace cpu_moe::CPU_MOE_TIER {
 alignas(16) constexpr int8_t kTwiceE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 // The four vectors of a step: elements 4i, 4i + 1, 4i + 2, 4i + 3, each as 512 times its value.
-CPU_MOE_INLINE void e2m1_weights(const uint8_t* codes, V::Bytes table, V::I16* out) {
-  const V::Bytes bytes = V::load_bytes(codes);
-  const V::Bytes low = V::lookup(table, V::low_nibbles(bytes));
-  const V::Bytes high = V::lookup(table, V::high_nibbles(bytes));
-  out[0] = V::even_bytes_x256(low);
-  out[1] = V::even_bytes_x256(high);
-  out[2] = V::odd_bytes_x256(low);
-  out[3] = V::odd_bytes_x256(high);
+CPU_MOE_INLINE void e2m1_weights(const uint8_t* codes, V::Table table, V::I16* out) {
+  V::lookup_nibbles_x256(table, V::load_bytes(codes), out);
 }
 
 // |sum| <= 12 * 256 * 32768 * 8 products a lane < 2^30; with activations q * 2^(e-14) held as scale 2^(e-1) the unit is

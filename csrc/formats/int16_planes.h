@@ -248,12 +248,12 @@ struct Int16Kernel {
     for (int n = 0; n < N; ++n) sum[n] = V::zero();
     for (int64_t g = 0; g < groups; ++g) {
       row.prefetch(g);
-      group<N, Careful>(row, g, tokens, g, sum);
+      group<N, Careful>(row, g, tokens, g, kSteps, sum);
     }
     if (rest != 0) {
       TailBytes bytes;
       Row tail = row.tail(groups, rest / kBlock, bytes);
-      group<N, Careful>(tail, 0, tokens, groups, sum);
+      group<N, Careful>(tail, 0, tokens, groups, (rest + kStep - 1) / kStep, sum);
       row.absorb(tail);
     }
     const bool nan = row.saw_nan();
@@ -271,9 +271,9 @@ struct Int16Kernel {
     }
   }
 
-  // Group g of the activations with group `at` of the row.
+  // The first `count` steps of group g of the activations with group `at` of the row.
   template <int N, bool Careful, class Row>
-  static CPU_MOE_INLINE void group(Row& row, int64_t at, const Tokens<N>& tokens, int64_t g, V::F32* sum) {
+  static CPU_MOE_INLINE void group(Row& row, int64_t at, const Tokens<N>& tokens, int64_t g, int count, V::F32* sum) {
     const V::F32 weight_scale = row.scales(at);
     V::F32 scales[N];
     for (int n = 0; n < N; ++n) {
@@ -282,28 +282,25 @@ struct Int16Kernel {
       // Where a scale overflows, zero codes and zero activations still give 0, not 0 * infinity.
       if constexpr (Careful) scales[n] = V::min_keep_nan(V::set(std::numeric_limits<float>::max()), scales[n]);
     }
-    steps<N, Careful, 0>(row, at, tokens, scales, g, sum);
+    steps<N, Careful, 0>(row, at, tokens, scales, g, count, sum);
   }
 
   template <int N, bool Careful, int K, class Row>
   static CPU_MOE_INLINE void steps(const Row& row, int64_t at, const Tokens<N>& tokens, const V::F32* scales, int64_t g,
-                                   V::F32* sum) {
+                                   int count, V::F32* sum) {
     if constexpr (K < kSteps) {
+      if (K == count) return;
       const int64_t step = g * kSteps + K;
       V::I16 weights[4];
       row.weights(at * kSteps + K, weights);
       for (int n = 0; n < N; ++n) {
         const int16_t* q = tokens.q[n] + step * kStep;
-        const V::I32 a =
-            V::add(V::pair_dot(weights[0], V::load_i16(q)), V::pair_dot(weights[1], V::load_i16(q + kStep / 4)));
-        V::I32 b = V::add(V::pair_dot(weights[2], V::load_i16(q + kStep / 2)),
-                          V::pair_dot(weights[3], V::load_i16(q + 3 * kStep / 4)));
-        if constexpr (Format::kOffset != 0) b = V::add(b, V::load_i32(tokens.start[n] + step * V::kLanes));
-        V::F32 products = V::to_f32(V::add(a, b));
+        const V::I32 start = Format::kOffset != 0 ? V::load_i32(tokens.start[n] + step * V::kLanes) : V::zero_i32();
+        V::F32 products = V::to_f32(V::dot4_add(start, weights, q));
         if constexpr (Careful) products = V::mul(products, V::set(tokens.header[n]->sum_unit));
         sum[n] = V::fma(products, V::template spread<kBlock, K>(scales[n]), sum[n]);
       }
-      steps<N, Careful, K + 1>(row, at, tokens, scales, g, sum);
+      steps<N, Careful, K + 1>(row, at, tokens, scales, g, count, sum);
     }
   }
 };

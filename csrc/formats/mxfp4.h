@@ -55,7 +55,7 @@ struct Mxfp4 {
    private:
     const uint8_t* codes_;
     const uint8_t* scales_;
-    V::Bytes table_;
+    V::Table table_;
     V::I32 most_ = V::zero_i32();
     V::I32 least_ = V::set_i32(255);
   };

@@ -53,7 +53,7 @@ struct Nvfp4 {
     const uint8_t* codes_;
     const uint8_t* scales_;
     float global_;
-    V::Bytes table_;
+    V::Table table_;
     V::I32 largest_ = V::zero_i32();
   };
 };

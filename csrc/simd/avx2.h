@@ -12,6 +12,7 @@ struct V {
   using I16 = __m256i;
   using I32 = __m256i;
   using F32 = __m256;
+  using Table = __m256i;
 
   // --- bytes and nibbles -----------------------------------------------------------------------------------------
   static CPU_MOE_INLINE Bytes load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -20,14 +21,18 @@ struct V {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(low),
                                    _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + stride)), 1);
   }
-  static CPU_MOE_INLINE Bytes low_nibbles(Bytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
-  static CPU_MOE_INLINE Bytes high_nibbles(Bytes v) {
-    return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
-  }
-  static CPU_MOE_INLINE Bytes table(const int8_t* entries) {
+  static CPU_MOE_INLINE Table table(const int8_t* entries) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(entries)));
   }
-  static CPU_MOE_INLINE Bytes lookup(Bytes table, Bytes index) { return _mm256_shuffle_epi8(table, index); }
+  static CPU_MOE_INLINE void lookup_nibbles_x256(Table table, Bytes v, I16* out) {
+    const __m256i low = _mm256_shuffle_epi8(table, _mm256_and_si256(v, _mm256_set1_epi8(15)));
+    const __m256i high = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)));
+    // A signed byte times 256 needs no sign extension: it becomes the high half.
+    out[0] = even_bytes_x256(low);
+    out[1] = even_bytes_x256(high);
+    out[2] = _mm256_and_si256(low, _mm256_set1_epi16(static_cast<short>(0xFF00)));
+    out[3] = _mm256_and_si256(high, _mm256_set1_epi16(static_cast<short>(0xFF00)));
+  }
   static CPU_MOE_INLINE Bytes zero_bytes() { return _mm256_setzero_si256(); }
   static CPU_MOE_INLINE Bytes max_magnitude(Bytes m, Bytes v) { return _mm256_max_epu8(m, _mm256_add_epi8(v, v)); }
   static CPU_MOE_INLINE bool any_magnitude_127(Bytes m) {
@@ -36,9 +41,6 @@ struct V {
 
   // --- 16-bit integers -------------------------------------------------------------------------------------------
   static CPU_MOE_INLINE I16 even_bytes_x256(Bytes v) { return _mm256_slli_epi16(v, 8); }
-  static CPU_MOE_INLINE I16 odd_bytes_x256(Bytes v) {
-    return _mm256_and_si256(v, _mm256_set1_epi16(static_cast<short>(0xFF00)));
-  }
   template <int K>
   static CPU_MOE_INLINE I16 nibble(Bytes v) {
     if constexpr (K == 0) return _mm256_and_si256(v, _mm256_set1_epi16(15));
@@ -47,7 +49,13 @@ struct V {
   }
   static CPU_MOE_INLINE I16 as_i16(Bytes v) { return v; }
   static CPU_MOE_INLINE I16 load_i16(const int16_t* p) { return load_bytes(p); }
-  static CPU_MOE_INLINE I32 pair_dot(I16 a, I16 b) { return _mm256_madd_epi16(a, b); }
+  static CPU_MOE_INLINE I32 dot4_add(I32 sum, const I16* a, const int16_t* b) {
+    constexpr int kStep = kBytes / 2;
+    const I32 low = add(_mm256_madd_epi16(a[0], load_i16(b)), _mm256_madd_epi16(a[1], load_i16(b + kStep)));
+    const I32 high =
+        add(_mm256_madd_epi16(a[2], load_i16(b + 2 * kStep)), _mm256_madd_epi16(a[3], load_i16(b + 3 * kStep)));
+    return add(low, add(high, sum));
+  }
   static CPU_MOE_INLINE I16 e4m3_to_bf16(I16 v) {
     return _mm256_and_si256(_mm256_srai_epi16(v, 4), _mm256_set1_epi16(static_cast<short>(0x87F0)));
   }

@@ -20,21 +20,24 @@ struct V {
   struct F32 {
     float at[4];
   };
+  struct Table {
+    int8_t at[16];
+  };
 
   // --- bytes and nibbles -----------------------------------------------------------------------------------------
   static CPU_MOE_INLINE Bytes load_bytes(const void* p) { return read<Bytes>(p); }
   // kBytes / 16 runs of 16 bytes, `stride` apart.
   static CPU_MOE_INLINE Bytes load_blocks(const uint8_t* p, int64_t) { return load_bytes(p); }
-  static CPU_MOE_INLINE Bytes low_nibbles(Bytes v) {
-    return each<Bytes>([&](int i) { return static_cast<uint8_t>(v.at[i] & 15); });
-  }
-  static CPU_MOE_INLINE Bytes high_nibbles(Bytes v) {
-    return each<Bytes>([&](int i) { return static_cast<uint8_t>(v.at[i] >> 4); });
-  }
-  // 16 int8 entries, repeated in every 16-byte lane; lookup takes indices 0..15.
-  static CPU_MOE_INLINE Bytes table(const int8_t* entries) { return load_bytes(entries); }
-  static CPU_MOE_INLINE Bytes lookup(Bytes table, Bytes index) {
-    return each<Bytes>([&](int i) { return table.at[index.at[i] & 15]; });
+  // 16 int8 entries, in the form that lookup_nibbles_x256 wants.
+  static CPU_MOE_INLINE Table table(const int8_t* entries) { return read<Table>(entries); }
+  // out[k], k < 4: 256 * the entry for nibble k (0 lowest) of every 16-bit lane.
+  static CPU_MOE_INLINE void lookup_nibbles_x256(Table table, Bytes v, I16* out) {
+    for (int k = 0; k < 4; ++k) {
+      out[k] = each<I16>([&](int i) {
+        const uint8_t byte = v.at[2 * i + k / 2];
+        return static_cast<int16_t>(table.at[k % 2 ? byte >> 4 : byte & 15] * 256);
+      });
+    }
   }
   static CPU_MOE_INLINE Bytes zero_bytes() { return Bytes{}; }
   // Running maximum of twice the low seven bits; 254 then says that some byte was 0x7F or 0xFF (E4M3's NaN).
@@ -51,12 +54,9 @@ struct V {
   }
 
   // --- 16-bit integers: lane i holds bytes 2i (low, "even") and 2i + 1 (high, "odd") ------------------------------
-  // A signed byte times 256, which needs no sign extension: the byte becomes the high half.
+  // The low byte moved to the high one.
   static CPU_MOE_INLINE I16 even_bytes_x256(Bytes v) {
     return each<I16>([&](int i) { return static_cast<int16_t>(v.at[2 * i] << 8); });
-  }
-  static CPU_MOE_INLINE I16 odd_bytes_x256(Bytes v) {
-    return each<I16>([&](int i) { return static_cast<int16_t>(v.at[2 * i + 1] << 8); });
   }
   // Nibble K (0 lowest .. 3 highest) of every 16-bit lane, unsigned.
   template <int K>
@@ -70,11 +70,13 @@ struct V {
     return each<I16>([&](int i) { return static_cast<int16_t>(v.at[2 * i] | v.at[2 * i + 1] << 8); });
   }
   static CPU_MOE_INLINE I16 load_i16(const int16_t* p) { return read<I16>(p); }
-  // Lane i: a[2i] * b[2i] + a[2i + 1] * b[2i + 1].
-  static CPU_MOE_INLINE I32 pair_dot(I16 a, I16 b) {
-    return each<I32>([&](int i) {
-      return static_cast<int32_t>(a.at[2 * i]) * b.at[2 * i] + static_cast<int32_t>(a.at[2 * i + 1]) * b.at[2 * i + 1];
-    });
+  // Four vectors a, and b of as many values. Lane i: sum[i] plus, for each of the four, a[2i] * b[2i] + a[2i + 1] *
+  // b[2i + 1].
+  static CPU_MOE_INLINE I32 dot4_add(I32 sum, const I16* a, const int16_t* b) {
+    for (int v = 0; v < 4; ++v) {
+      for (int i = 0; i < 8; ++i) sum.at[i / 2] += static_cast<int32_t>(a[v].at[i]) * b[8 * v + i];
+    }
+    return sum;
   }
   // E4M3 in the high byte of a lane (the low byte may be anything) -> bf16 bits of its value * 2^-120. Subnormal codes
   // come out as subnormal bf16, so no code is special but NaN, which comes out as 480 * 2^-120.

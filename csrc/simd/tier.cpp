@@ -18,6 +18,15 @@ TierKernels kernels();
 namespace avx2 {
 TierKernels kernels();
 }
+namespace avx_vnni {
+TierKernels kernels();
+}
+namespace avx512 {
+TierKernels kernels();
+}
+namespace avx512_vnni {
+TierKernels kernels();
+}
 #endif
 
 namespace {
@@ -33,6 +42,17 @@ bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
          __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & kF16c) != 0;
 }
+// Nor do older compilers' know AVX-VNNI.
+bool has_avx_vnni() {
+  unsigned eax, ebx, ecx, edx;
+  constexpr unsigned kAvxVnni = 1u << 4;
+  return has_avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & kAvxVnni) != 0;
+}
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 #endif
 
 struct Active {
@@ -94,6 +114,9 @@ const Active& active() {
 const std::vector<Tier>& compiled_tiers() {
   static const std::vector<Tier> tiers = {
 #if defined(__x86_64__)
+      {"avx512-vnni", has_avx512_vnni, avx512_vnni::kernels},
+      {"avx512", has_avx512, avx512::kernels},
+      {"avx-vnni", has_avx_vnni, avx_vnni::kernels},
       {"avx2", has_avx2, avx2::kernels},
 #endif
       {"scalar", always, scalar::kernels},

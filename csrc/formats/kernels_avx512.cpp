@@ -1,0 +1,13 @@
+// The avx512 tier: AVX-512 F + BW + DQ + VL.
+#include "tier_prelude.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#define CPU_MOE_TIER avx512
+CPU_MOE_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#include "../simd/avx512.h"
+
+#include "tier_kernels.h"
+CPU_MOE_TARGET_END
+#endif
