@@ -20,7 +20,7 @@ from ._version import __version__
 COMMANDS = {
     "doctor": ("torch_cpu_moe.doctor", "what was detected on this machine, what was chosen, and why"),
     "demo": ("torch_cpu_moe.demo", "decode a real-sized stack of MoE layers, checked and timed"),
-    "bench": ("torch_cpu_moe.bench", "benchmarks; `bench bw` compares every format with a plain read of its bytes"),
+    "bench": ("torch_cpu_moe.bench", "benchmarks: bw, batch, decode and prefill"),
 }
 
 

@@ -132,6 +132,16 @@ def memory(root: Path = ROOT) -> dict[str, int | None]:
     }
 
 
+def busy_seconds(root: Path = ROOT) -> float | None:
+    """CPU seconds that all processes have used since the machine started, and that the hypervisor took from it."""
+    match = re.match(r"cpu +(.+)", read(root / "proc/stat") or "")
+    if not match:
+        return None
+    user, nice, system, _idle, _waiting, *rest = (int(value) for value in match[1].split())
+    # rest: interrupts, and what the hypervisor gave to others; guests' time is in user and nice already.
+    return (user + nice + system + sum(rest[:3])) / os.sysconf("SC_CLK_TCK")
+
+
 def huge_pages(root: Path = ROOT) -> dict[str, Any]:
     """Transparent huge pages setting ('always', 'madvise', 'never' or None) and the reserved huge pages."""
     base = root / "sys/kernel/mm"
