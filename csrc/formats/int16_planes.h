@@ -245,20 +245,22 @@ struct Int16Kernel {
     const int rest = static_cast<int>(w.cols % kGroup);
     Row row(w, expert, r);
     V::F32 sum[N];
+    double careful_sum = 0;
     for (int n = 0; n < N; ++n) sum[n] = V::zero();
     for (int64_t g = 0; g < groups; ++g) {
       row.prefetch(g);
-      group<N, Careful>(row, g, tokens, g, kSteps, sum);
+      group<N, Careful>(row, g, tokens, g, kSteps, sum, careful_sum);
     }
     if (rest != 0) {
       TailBytes bytes;
       Row tail = row.tail(groups, rest / kBlock, bytes);
-      group<N, Careful>(tail, 0, tokens, groups, (rest + kStep - 1) / kStep, sum);
+      group<N, Careful>(tail, 0, tokens, groups, (rest + kStep - 1) / kStep, sum, careful_sum);
       row.absorb(tail);
     }
     const bool nan = row.saw_nan();
     for (int n = 0; n < N; ++n) {
-      const float result = row.finish(V::sum(sum[n]), tokens.header[n]->rescale);
+      const float total = Careful ? static_cast<float>(careful_sum) : V::sum(sum[n]);
+      const float result = row.finish(total, tokens.header[n]->rescale);
       out[n * out_stride] = nan ? std::numeric_limits<float>::quiet_NaN() : result;
     }
     if constexpr (Format::kWideScale && !Careful) {
@@ -273,19 +275,50 @@ struct Int16Kernel {
 
   // The first `count` steps of group g of the activations with group `at` of the row.
   template <int N, bool Careful, class Row>
-  static CPU_MOE_INLINE void group(Row& row, int64_t at, const Tokens<N>& tokens, int64_t g, int count, V::F32* sum) {
+  static CPU_MOE_INLINE void group(Row& row, int64_t at, const Tokens<N>& tokens, int64_t g, int count, V::F32* sum,
+                                   double& careful_sum) {
     const V::F32 weight_scale = row.scales(at);
     V::F32 scales[N];
     for (int n = 0; n < N; ++n) {
-      const V::F32 unit = Careful ? V::set(tokens.header[n]->unit) : tokens.unit[n];
-      scales[n] = V::mul(V::mul(weight_scale, unit), V::load(tokens.scale[n] + g * V::kLanes));
-      // Where a scale overflows, zero codes and zero activations still give 0, not 0 * infinity.
-      if constexpr (Careful) scales[n] = V::min_keep_nan(V::set(std::numeric_limits<float>::max()), scales[n]);
+      const V::F32 activation_scale = V::load(tokens.scale[n] + g * V::kLanes);
+      if constexpr (Careful) {
+        careful_steps<0>(row, at, tokens, weight_scale, activation_scale, g, count, careful_sum);
+      } else {
+        scales[n] = V::mul(V::mul(weight_scale, tokens.unit[n]), activation_scale);
+      }
     }
-    steps<N, Careful, 0>(row, at, tokens, scales, g, count, sum);
+    if constexpr (!Careful) steps<N, 0>(row, at, tokens, scales, g, count, sum);
   }
 
-  template <int N, bool Careful, int K, class Row>
+  // The integer sums of step `step` for token n, lane by lane.
+  template <int N>
+  static CPU_MOE_INLINE V::I32 dots(const V::I16* weights, const Tokens<N>& tokens, int n, int64_t step) {
+    const V::I32 start = Format::kOffset != 0 ? V::load_i32(tokens.start[n] + step * V::kLanes) : V::zero_i32();
+    return V::dot4_add(start, weights, tokens.q[n] + step * kStep);
+  }
+
+  // One token's steps in double, whose range holds every product of two scales and a sum.
+  template <int K, class Row>
+  static CPU_MOE_INLINE void careful_steps(const Row& row, int64_t at, const Tokens<1>& tokens, V::F32 weight_scale,
+                                           V::F32 activation_scale, int64_t g, int count, double& sum) {
+    if constexpr (K < kSteps) {
+      if (K == count) return;
+      V::I16 weights[4];
+      row.weights(at * kSteps + K, weights);
+      int32_t lanes[V::kLanes];
+      V::store_i32(lanes, dots<1>(weights, tokens, 0, g * kSteps + K));
+      float of_weights[V::kLanes], of_activations[V::kLanes];
+      V::store(of_weights, V::template spread<kBlock, K>(weight_scale));
+      V::store(of_activations, V::template spread<kBlock, K>(activation_scale));
+      const double unit = static_cast<double>(tokens.header[0]->unit) * static_cast<double>(tokens.header[0]->sum_unit);
+      for (int i = 0; i < V::kLanes; ++i) {
+        sum += lanes[i] * unit * static_cast<double>(of_weights[i]) * static_cast<double>(of_activations[i]);
+      }
+      careful_steps<K + 1>(row, at, tokens, weight_scale, activation_scale, g, count, sum);
+    }
+  }
+
+  template <int N, int K, class Row>
   static CPU_MOE_INLINE void steps(const Row& row, int64_t at, const Tokens<N>& tokens, const V::F32* scales, int64_t g,
                                    int count, V::F32* sum) {
     if constexpr (K < kSteps) {
@@ -294,13 +327,10 @@ struct Int16Kernel {
       V::I16 weights[4];
       row.weights(at * kSteps + K, weights);
       for (int n = 0; n < N; ++n) {
-        const int16_t* q = tokens.q[n] + step * kStep;
-        const V::I32 start = Format::kOffset != 0 ? V::load_i32(tokens.start[n] + step * V::kLanes) : V::zero_i32();
-        V::F32 products = V::to_f32(V::dot4_add(start, weights, q));
-        if constexpr (Careful) products = V::mul(products, V::set(tokens.header[n]->sum_unit));
+        const V::F32 products = V::to_f32(dots<N>(weights, tokens, n, step));
         sum[n] = V::fma(products, V::template spread<kBlock, K>(scales[n]), sum[n]);
       }
-      steps<N, Careful, K + 1>(row, at, tokens, scales, g, count, sum);
+      steps<N, K + 1>(row, at, tokens, scales, g, count, sum);
     }
   }
 };
