@@ -141,9 +141,6 @@ def test_bad_usage_is_exit_status_2(arguments: list[str], capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "bw", "--formats", "mxfp5"], "unknown mxfp5; expected some of bf16, f16, f32, mxfp4"),
-        (["bench", "bw", "--top-k", "65"], "--top-k must be at most --experts (64), got 65"),
-        (["bench", "bw", "--repeat", "0"], "--repeat: must be at least 1, a whole number, got '0'"),
         (["demo", "--format", "mxfp5"], "unknown weight format 'mxfp5'; expected one of bf16"),
         (["demo", "--layers", "1000000"], "--layers 1000000 needs"),
         (["demo", "--tokens", "0"], "at least 1"),

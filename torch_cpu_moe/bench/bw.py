@@ -54,7 +54,7 @@ class Calls:
         self._x, self._weights = hidden_and_weights(args, args.tokens, self._generator)
         self._turn = 0
         self._bytes = 0
-        self._count = max(4, int(5e8 / (banks[0].expert_bytes * args.geometry.top_k)))
+        self._count = min(max(4, int(5e8 / (banks[0].expert_bytes * args.geometry.top_k))), 100)
 
     def _one(self, precision: str) -> Rate:
         bank = self._banks[self._turn % len(self._banks)]

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=arguments.positive, help="layers with experts (default: the preset's)")
     parser.add_argument("--tokens", type=arguments.positive, default=1, help="tokens in a step, M (default: 1)")
     parser.add_argument("--steps", type=arguments.positive, default=8, help="steps in a measurement (default: 8)")
-    parser.add_argument("--gib", type=arguments.amount, help="GiB for the banks (default: all that is available)")
+    parser.add_argument("--gib", type=arguments.amount, help="GiB for the layers (default: all that is available)")
     parser.add_argument("--contend", action="store_true", help="also beside a stream of host memory and attention")
     parser.add_argument("--contend-gbs", type=arguments.amount, help="GB/s that the stream keeps below (default: none)")
     parser.add_argument(

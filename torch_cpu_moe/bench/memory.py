@@ -74,8 +74,8 @@ def fit(geometry: Geometry, expert_bytes: int, layer_bytes: int, allowed: int) -
         if experts >= least:
             return Cut(layers, experts)
     raise ValueError(
-        f"--gib: one layer of {least} experts takes {(layer_bytes + least * expert_bytes) / GIB:.3g} GiB; expected at "
-        f"least that, got {allowed / GIB:.3g}"
+        f"--gib: one layer of {least} experts, with its router and cache, takes "
+        f"{(layer_bytes + least * expert_bytes) / GIB:.3g} GiB; expected at least that, got {allowed / GIB:.3g}"
     )
 
 

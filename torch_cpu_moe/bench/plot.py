@@ -1,9 +1,11 @@
-"""A picture of a benchmark: each row's share of the read ceiling, and all rows under the roofline."""
+"""A picture of a benchmark: each row's share of the read ceiling or of torch's speed, and all under the roofline."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+from .report import ABOVE
 
 
 def label_of(row: dict[str, Any]) -> str:
@@ -30,21 +32,27 @@ def draw(document: dict[str, Any], path: Path) -> None:
 
     shares = panels[0]
     places = range(len(rows))
-    shares.barh(places, [100 * row["share"] for row in rows], color="tab:blue")
+    key, of = ("over_torch", "torch's matmuls per expert") if "over_torch" in rows[0] else ("share", "the read ceiling")
+    # Grey: something disturbed the reads, and the share says nothing.
+    colors = ["lightgrey" if key == "share" and row["share"] > ABOVE else "lightskyblue" for row in rows]
+    shares.barh(places, [100 * row[key] for row in rows], color=colors)
     shares.axvline(100, color="black", linewidth=1)
     shares.set_yticks(places, [label_of(row) for row in rows], fontsize=8)
     for place, row in zip(places, rows, strict=True):
-        shares.text(1, place, f"{row['gb_per_s']:.1f} of {row['ceiling_gb_per_s']:.1f} GB/s", va="center", fontsize=7)
+        text = f"{row['gb_per_s']:.1f} of {row['ceiling_gb_per_s']:.1f} GB/s"
+        if "over_torch" in row:
+            text = f"{row['gflop_per_s']:.0f} of {row['torch_gflop_per_s']:.0f} GFLOP/s"
+        shares.text(0, place, " " + text, va="center", fontsize=7)
     shares.invert_yaxis()
-    shares.set_xlabel(f"% of the read ceiling ({document['scope']})")
+    shares.set_xlabel(f"% of {of} ({document['scope']})")
 
     if on_roof:
         roof = panels[1]
         read = max(row["ceiling_gb_per_s"] for row in rows)
         peak = max((row["torch_large_gflop_per_s"] for row in rows if "torch_large_gflop_per_s" in row), default=None)
         xs = [row["flop_per_byte"] for row in on_roof]
-        ends = [min(xs) / 2, max(*xs, peak / read if peak else 0) * 2]
-        line = sorted([*ends, peak / read]) if peak else ends
+        corner = [peak / read] if peak else []
+        line = sorted([min(xs + corner) / 2, *corner, max(xs + corner) * 2])
         top = [min(read * x, peak) if peak else read * x for x in line]
         roof.plot(
             line, top, color="black", label=f"{read:.1f} GB/s" + (f", torch's {peak:.0f} GFLOP/s" if peak else "")

@@ -76,6 +76,7 @@ class Matmuls:
         self._gate_up = [torch.randn(h, 2 * i, generator=generator) for _ in range(count)]
         self._down = [torch.randn(i, h, generator=generator) for _ in range(count)]
         self._geometry = geometry
+        self.large(1)  # starts torch's threads
 
     def per_expert(self, ids: Tensor) -> float:
         """GFLOP/s."""

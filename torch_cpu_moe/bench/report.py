@@ -21,6 +21,7 @@ from .compare import RULE, Verdict
 ISOLATED = "isolated"
 IN_A_STACK = "in a model-like stack"
 DISTURBED = 0.1  # CPUs that others may use
+ABOVE = 1.02  # a share beyond the noise of two medians: something held the reads up
 
 
 def machine() -> dict[str, Any]:
@@ -60,9 +61,16 @@ class Report:
         self._args = args
         self._scope = scope
         setting = machine()
-        self.statement = (
-            f"{scope}: {what}; {args.precision}, tier {setting['tier']}, {setting['threads']} threads, {setting['cpu']}"
-        )
+        used = {
+            "precision": args.precision,
+            "isa": f"tier {setting['tier']}",
+            "threads": f"{setting['threads']} threads",
+            "cpu": setting["cpu"],
+        }
+        if getattr(args, "ab", None):
+            key, values = args.ab
+            used[key] = f"{key} {' against '.join(values)}"
+        self.statement = f"{scope}: {what}; {', '.join(used.values())}"
         options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k in args.options}
         self._document: dict[str, Any] = {
             "benchmark": args.what,
@@ -116,8 +124,7 @@ class Report:
 def share_text(row: dict[str, Any]) -> str:
     """'15.9 GB/s   93% of read ceiling (17.1)'."""
     text = f"{row['gb_per_s']:6.1f} GB/s  {100 * row['share']:3.0f}% of read ceiling ({row['ceiling_gb_per_s']:.1f})"
-    # Beyond the noise of two medians something held the reads up.
-    return text + (" disturbed: the share says nothing" if row["share"] > 1.02 else "")
+    return text + (" disturbed: the share says nothing" if row["share"] > ABOVE else "")
 
 
 def n_text(row: dict[str, Any]) -> str:
