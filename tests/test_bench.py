@@ -490,7 +490,7 @@ sys.exit(main("bench decode {" ".join(QUICK)} --gib 0.001 --steps 100000000 --co
     try:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("in a model-like stack")
-        time.sleep(0.5)
+        time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     finally:

@@ -85,6 +85,7 @@ def main(args: argparse.Namespace) -> int:
     shape = args.geometry
     names = arguments.formats(args, shape)
     cases = configurations(args.ab, args.precision)
+    width = max(len(case.label) for case in cases)
     for name in names:
         memory.check_fits(expert_bytes(name, shape) * shape.experts, "--experts", _host.memory())
     memory.budget(args.gib, _host.memory())
@@ -101,7 +102,7 @@ def main(args: argparse.Namespace) -> int:
                 row = {"format": name, "configuration": case.label, "tokens": args.tokens, **bandwidth(rates)}
                 row |= {"bank_gib": gib, "flop_per_byte": calls.flop_per_byte}
                 row["gflop_per_s"] = row["gb_per_s"] * calls.flop_per_byte
-                report.row(row, f"{name:<10}{named(case)}{share_text(row)}  {n_text(row)}  bank {gib:.1f} GiB")
+                report.row(row, f"{name:<10}{named(case, width)}{share_text(row)}  {n_text(row)}  bank {gib:.1f} GiB")
             if args.ab:
                 report.verdict(name, verdict({c.label: [r.work for r in rates] for c, rates in samples.items()}))
     return report.finish()

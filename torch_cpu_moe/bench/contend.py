@@ -65,7 +65,6 @@ class Attention:
     """Grouped-query attention of M new tokens over a KV cache of `context`, on torch's own threads; one a layer."""
 
     def __init__(self, tokens: int, context: int, generator: torch.Generator) -> None:
-        self._tokens = tokens
         # The queries of a group are rows of one head: no copy of the cache for each.
         self._query = torch.randn(1, HEADS, GROUP * tokens, HEAD, generator=generator).to(torch.bfloat16)
         self._keys, self._values = (

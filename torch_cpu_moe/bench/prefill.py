@@ -184,6 +184,7 @@ def main(args: argparse.Namespace) -> int:
     if "skewed" in args.routing and shape.experts <= shape.top_k:
         raise ValueError(f"--routing: skewed needs more --experts than --top-k ({shape.top_k}), got {shape.experts}")
     cases = configurations(args.ab, args.precision)
+    width = max(len(case.label) for case in cases)
     for name in names:
         memory.check_fits(expert_bytes(name, shape) * shape.experts, "--experts", _host.memory())
     report = Report(
@@ -203,7 +204,7 @@ def main(args: argparse.Namespace) -> int:
                         row = row_of(
                             name, case.label, samples[case], calls.flop_per_byte, tokens, shape.flops(tokens)
                         ) | {"routing": routing, "peak_rss_above_bank": rise}
-                        start = f"{name:<10}M={tokens:<5} {routing:<8}{named(case)}"
+                        start = f"{name:<10}M={tokens:<5} {routing:<8}{named(case, width)}"
                         report.row(row, start + line_of(row, rise))
                     if args.ab:
                         found = verdict({c.label: [s.gflops for s in samples[c]] for c in cases})
