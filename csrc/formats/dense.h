@@ -39,6 +39,8 @@ struct F32 {
 template <class Format>
 struct DenseKernel {
   static constexpr int kStreams = 2;
+  static constexpr int kTokens = 3;  // times two rows: 12 sums of 16 registers
+  static constexpr int kRows = 2;
   static constexpr int kStep = Format::kStep;
 
   static int64_t plane_bytes(int64_t cols) { return round_up(kPlaneHeaderBytes + round_up(cols, kStep) * 4, 64); }

@@ -37,6 +37,8 @@ class TailBytes {
 template <class Format>
 struct Int16Kernel {
   static constexpr int kStreams = 1;
+  static constexpr int kTokens = 4;
+  static constexpr int kRows = 1;
   static constexpr int kBlock = Format::kBlock;
   static constexpr int kStep = 2 * V::kBytes;    // weights per step: kBytes bytes of nibbles
   static constexpr int kSteps = kBlock / 8;      // steps per group

@@ -84,12 +84,24 @@ inline void dot_tokens(const Weight& w, int64_t expert, const int32_t* rows, int
   for (; j < count; ++j) Kernel::template dot<N, 1>(w, expert, rows + j, tokens, out + j, out_stride);
 }
 
-// All planes, up to four at a time so that a decoded weight serves four tokens from registers, and all rows. The
+// The same for n tokens, n <= N: one token's rows come from the kernel's streams, several tokens' fill its registers.
+template <class Kernel, int N>
+inline void dot_up_to(int64_t n, const Weight& w, int64_t expert, const int32_t* rows, int64_t row_count,
+                      const uint8_t* const* planes, float* out, int64_t out_stride) {
+  if constexpr (N > 1) {
+    if (n < N) return dot_up_to<Kernel, N - 1>(n, w, expert, rows, row_count, planes, out, out_stride);
+  }
+  constexpr int kRows = N == 1 ? Kernel::kStreams : Kernel::kRows;
+  dot_tokens<Kernel, N, kRows>(w, expert, rows, row_count, planes, out, out_stride);
+}
+
+// All planes, up to kTokens at a time so that a decoded weight serves them from registers, and all rows. The
 // arithmetic per plane and row is the same whatever shares the pass: results do not depend on which tokens share a
 // call.
 template <class Kernel>
 inline void dot_planes(const Weight& w, int64_t expert, const int32_t* rows, int64_t row_count,
                        const uint8_t* const* planes, int64_t count, float* out, int64_t out_stride) {
+  constexpr int64_t kTokens = Kernel::kTokens;
   int64_t p = 0;
   while (p < count) {
     float* to = out + p * out_stride;
@@ -101,16 +113,10 @@ inline void dot_planes(const Weight& w, int64_t expert, const int32_t* rows, int
       continue;
     }
     int64_t n = 1;
-    while (n < 4 && p + n < count && header(planes[p + n]).raw == PlaneHeader::kNo) ++n;
-    if (n == 4) {
-      dot_tokens<Kernel, 4, 1>(w, expert, rows, row_count, planes + p, to, out_stride);
-    } else if (n == 3) {
-      dot_tokens<Kernel, 3, 1>(w, expert, rows, row_count, planes + p, to, out_stride);
-    } else if (n == 2) {
-      dot_tokens<Kernel, 2, Kernel::kStreams>(w, expert, rows, row_count, planes + p, to, out_stride);
-    } else {
-      dot_tokens<Kernel, 1, Kernel::kStreams>(w, expert, rows, row_count, planes + p, to, out_stride);
-    }
+    while (n <= kTokens && p + n < count && header(planes[p + n]).raw == PlaneHeader::kNo) ++n;
+    // One more than a pass takes, and then no more: two halves, rather than a full pass and a lonely token.
+    if (n > kTokens) n = p + n == count ? (n + 1) / 2 : kTokens;
+    dot_up_to<Kernel, Kernel::kTokens>(n, w, expert, rows, row_count, planes + p, to, out_stride);
     p += n;
   }
 }

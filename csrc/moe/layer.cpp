@@ -23,6 +23,10 @@ constexpr int64_t kKeepBytes = int64_t{16} << 20;
 // Weight bytes of a work item. Small: the last item of a phase is what the other threads wait for (16 KiB are ~1 us).
 // Large: what an item costs beside its rows (lists, results, counters) is shared by more of them.
 constexpr int64_t kTileBytes = 64 << 10;
+// Every pass over a tile reads its tokens' activations anew, so with many tokens a tile is larger (of the L2 cache's
+// 256 KiB and more it leaves them half).
+constexpr int64_t kManyTokensTileBytes = 128 << 10;
+constexpr int64_t kManyTokens = 16;
 constexpr int64_t kMaxTileRows = 128;  // of either projection of gate_up, or of down
 // Planes computed per pass over a tile, which bounds the result buffer on the stack.
 constexpr int64_t kMaxPlanes = 16;
@@ -59,10 +63,10 @@ class Scratch {
 // that a thread that goes from tile to tile reads on where it left off in every range (see FormatKernels::streams).
 struct Tiling {
   int64_t outputs, streams, range, step, per_group;
-  Tiling(int64_t outputs_, int64_t streams_, int64_t bytes_per_output, int64_t groups, int threads)
+  Tiling(int64_t outputs_, int64_t streams_, int64_t bytes_per_output, int64_t groups, int64_t routes, int threads)
       : outputs(outputs_), streams(streams_), range(ceil_div(outputs_, streams_)) {
-    step =
-        std::clamp<int64_t>(kTileBytes / std::max<int64_t>(streams * bytes_per_output, 1), 1, kMaxTileRows / streams);
+    const int64_t bytes = routes >= groups * kManyTokens ? kManyTokensTileBytes : kTileBytes;
+    step = std::clamp<int64_t>(bytes / std::max<int64_t>(streams * bytes_per_output, 1), 1, kMaxTileRows / streams);
     // At least four items a thread, or a late thread leaves the others waiting.
     const int64_t wanted = ceil_div(4 * threads, std::max<int64_t>(groups, 1));
     step = std::clamp<int64_t>(ceil_div(range, wanted), 1, step);
@@ -106,8 +110,8 @@ class Round {
         middle_plane_bytes_(down_.plane_bytes(call.intermediate)),
         // An output's gate row and its up row are two places, unless they are neighbours.
         gate_up_tiles_(call.intermediate, call.interleaved ? gate_up_.streams : 1, 2 * row_bytes(call.gate_up),
-                       group_count_, threads),
-        down_tiles_(call.hidden, down_.streams, row_bytes(call.down), group_count_, threads),
+                       group_count_, route_count_, threads),
+        down_tiles_(call.hidden, down_.streams, row_bytes(call.down), group_count_, route_count_, threads),
         input_planes_(static_cast<size_t>(count)),
         middle_planes_(static_cast<size_t>(route_count_)) {
     input_ = scratch;
