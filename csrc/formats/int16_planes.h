@@ -18,15 +18,18 @@
 
 namespace cpu_moe::CPU_MOE_TIER {
 
-// Room for the end of a row that fills no whole group: blocks beyond it read as zero.
+// Room for the end of a row that fills no whole group. Blocks beyond it have codes of zero and the last block's scale,
+// so that they add no scale to the row's range.
 class TailBytes {
  public:
-  const uint8_t* codes(const uint8_t* from, int64_t n) { return copy(codes_, sizeof codes_, from, n); }
-  const uint8_t* scales(const uint8_t* from, int64_t n) { return copy(scales_, sizeof scales_, from, n); }
+  // Whole vectors are read where they lie.
+  const uint8_t* codes(const uint8_t* from, int64_t n) { return n % V::kBytes == 0 ? from : blocks(from, n); }
+  const uint8_t* blocks(const uint8_t* from, int64_t n) { return copy(codes_, sizeof codes_, 0, from, n); }
+  const uint8_t* scales(const uint8_t* from, int64_t n) { return copy(scales_, sizeof scales_, from[n - 1], from, n); }
 
  private:
-  static const uint8_t* copy(uint8_t* to, size_t size, const uint8_t* from, int64_t n) {
-    std::memset(to, 0, size);
+  static const uint8_t* copy(uint8_t* to, size_t size, int beyond, const uint8_t* from, int64_t n) {
+    std::memset(to, beyond, size);
     std::memcpy(to, from, static_cast<size_t>(n));
     return to;
   }

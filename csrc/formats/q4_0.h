@@ -36,7 +36,7 @@ struct Q4_0 {
     CPU_MOE_INLINE void prefetch(int64_t group) const { prefetch_ahead(blocks_ + group * kGroupBytes, kGroupBytes); }
     Row tail(int64_t groups, int blocks, TailBytes& copy) const {
       Row t(*this);
-      t.blocks_ = copy.codes(blocks_ + groups * kGroupBytes, blocks * kBlockBytes);
+      t.blocks_ = copy.blocks(blocks_ + groups * kGroupBytes, blocks * kBlockBytes);
       return t;
     }
     void absorb(const Row&) {}
