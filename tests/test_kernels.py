@@ -1,30 +1,32 @@
-"""The kernels of every tier without torch: builds tests/cpp/kernel_matrix.cpp and runs it natively."""
+"""The kernels of every tier without torch: builds tests/cpp/kernel_matrix.cpp and runs it, natively and emulated."""
 
 from __future__ import annotations
 
-import subprocess
+import platform
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from test_system import ROOT, compiler
+from kernel_build import build, check
+from test_system import compiler
 
-FLAGS = ["-std=c++20", "-O2", "-ffp-contract=off"]
-SOURCES = [
-    ROOT / "tests/cpp/kernel_matrix.cpp",
-    *sorted((ROOT / "csrc/formats").glob("*.cpp")),
-    ROOT / "csrc/simd/tier.cpp",
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="POSIX only"),
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")
 def test_kernel_matrix(tmp_path: Path) -> None:
-    command = compiler()
-    binary = tmp_path / "kernel_matrix"
-    built = subprocess.run([*command, *FLAGS, *map(str, SOURCES), "-o", str(binary)], capture_output=True)
-    assert built.returncode == 0, f"{' '.join(command)} failed:\n{built.stderr.decode()}"
-    ran = subprocess.run([str(binary)], capture_output=True, text=True, timeout=700)
-    assert ran.returncode == 0, f"exit {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
-    assert "ok   scalar       mxfp4" in ran.stdout
-    assert " 0 failed" in ran.stdout.splitlines()[-1]
+    check(build(compiler(), tmp_path))
+
+
+CROSS, QEMU = "aarch64-linux-gnu-g++", "qemu-aarch64"
+
+
+@pytest.mark.skipif(platform.machine() in ("aarch64", "arm64"), reason="test_kernel_matrix runs it natively here")
+@pytest.mark.skipif(not (shutil.which(CROSS) and shutil.which(QEMU)), reason=f"needs {CROSS} and {QEMU}")
+def test_kernel_matrix_on_an_emulated_aarch64(tmp_path: Path) -> None:
+    """The machine code of the NEON tier, run by qemu."""
+    binary = build([CROSS], tmp_path, link=("-static",))
+    check(binary, "--quick", runner=(QEMU,), tiers=("neon", "scalar"))

@@ -27,6 +27,10 @@ TierKernels kernels();
 namespace avx512_vnni {
 TierKernels kernels();
 }
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+namespace neon {
+TierKernels kernels();
+}
 #endif
 
 namespace {
@@ -118,6 +122,8 @@ const std::vector<Tier>& compiled_tiers() {
       {"avx512", has_avx512, avx512::kernels},
       {"avx-vnni", has_avx_vnni, avx_vnni::kernels},
       {"avx2", has_avx2, avx2::kernels},
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+      {"neon", always, neon::kernels},
 #endif
       {"scalar", always, scalar::kernels},
   };
