@@ -139,8 +139,8 @@ def test_mixed_scale_ranges_in_one_row(tier: str) -> None:
 
 @pytest.mark.parametrize("name", ["mxfp4", "ds_fp4", "nvfp4", "q4_0"])
 def test_the_end_of_a_row_is_nothing_special(name: str, tier: str) -> None:
-    """A row that fills no whole group of blocks has the bits of one with blocks of zeros behind it: its end must not pass
-    for a row of extreme scales, which is summed in double, ten times slower (gpt-oss has rows of 2880)."""
+    """A row that fills no whole group of blocks has the bits of one with blocks of zeros behind it: its end must not
+    pass for a row of extreme scales, which is summed in double, ten times slower (gpt-oss has rows of 2880)."""
     columns, padded = 320, 512
     bank = make_bank(name, 1, 64, columns)
     longer = []
