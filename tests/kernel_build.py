@@ -6,8 +6,10 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-FLAGS = ["-std=c++20", "-O2", "-ffp-contract=off"]
+from test_system import ROOT
+
+from torch_cpu_moe import _build
+
 SOURCES = [
     ROOT / "tests/cpp/kernel_matrix.cpp",
     *sorted((ROOT / "csrc/formats").glob("*.cpp")),
@@ -15,8 +17,9 @@ SOURCES = [
 ]
 
 
-def build(compiler: list[str], folder: Path, *flags: str, link: tuple[str, ...] = ()) -> Path:
-    """The binary, made in `folder` by two compilers at a time; `link` is for the linker alone."""
+def build(compiler: list[str], folder: Path, link: tuple[str, ...] = ()) -> Path:
+    """The binary, made in `folder` with the package's own flags, so that what is tested is what ships; two compilers at
+    a time. `link` is for the linker alone."""
 
     def run(*arguments: str | Path) -> None:
         command = [*compiler, *map(str, arguments)]
@@ -25,9 +28,9 @@ def build(compiler: list[str], folder: Path, *flags: str, link: tuple[str, ...] 
 
     objects = {source: folder / f"{source.stem}.o" for source in SOURCES}
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda unit: run(*FLAGS, *flags, "-c", unit[0], "-o", unit[1]), objects.items()))
+        list(pool.map(lambda unit: run(*_build.CFLAGS, "-c", unit[0], "-o", unit[1]), objects.items()))
     binary = folder / "kernel_matrix"
-    run(*flags, *link, *objects.values(), "-o", binary)
+    run(*_build.CFLAGS, *link, *objects.values(), "-o", binary)
     return binary
 
 

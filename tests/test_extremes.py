@@ -148,9 +148,11 @@ def test_the_end_of_a_row_is_nothing_special(name: str, tier: str) -> None:
         if part.dim() < 3:
             longer.append(part)
             continue
-        last = part.view(torch.uint8)[..., -1:] if part.shape[-1] < columns // 8 else torch.zeros(1, dtype=torch.uint8)
-        end = part.shape[-1] * (padded - columns) // columns
-        longer.append(torch.cat([part.view(torch.uint8), last.expand(*part.shape[:-1], end)], -1).view(part.dtype))
+        row = part.view(torch.uint8)
+        scales = row.shape[-1] < columns // 8  # the other parts hold codes
+        beyond = row[..., -1:] if scales else torch.zeros_like(row[..., -1:])
+        end = row.shape[-1] * (padded - columns) // columns
+        longer.append(torch.cat([row, beyond.expand(*row.shape[:-1], end)], -1).view(part.dtype))
     x = torch.randn(5, columns, generator=torch.Generator().manual_seed(3))
     want = down_only(name, longer, torch.nn.functional.pad(x, (0, padded - columns)))
     assert_bits(down_only(name, bank.down, x), want)

@@ -1,6 +1,6 @@
 // The kernel matrix: every compiled tier's kernels over formats, shapes and codes, against kernel_reference.h and
-// against the scalar tier, without torch. Build it with csrc/formats/*.cpp and csrc/simd/*.cpp (CONTRIBUTING.md has the
-// command lines); it exits 0 if all is well.
+// against the scalar tier, without torch. tests/kernel_build.py builds it, with csrc/formats/*.cpp and csrc/simd/*.cpp;
+// it exits 0 if all is well.
 #include <signal.h>
 #include <unistd.h>
 
