@@ -39,7 +39,7 @@ struct F32 {
 template <class Format>
 struct DenseKernel {
   static constexpr int kStreams = 2;
-  static constexpr int kTokens = 3;  // times two rows: 12 sums of 16 registers
+  static constexpr int kTokens = V::kRegisters == 32 ? 6 : 3;  // times two rows and two sums: 24 of 32, 12 of 16
   static constexpr int kRows = 2;
   static constexpr int kStep = Format::kStep;
 

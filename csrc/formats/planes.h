@@ -112,10 +112,11 @@ inline void dot_planes(const Weight& w, int64_t expert, const int32_t* rows, int
       p += raw;
       continue;
     }
-    int64_t n = 1;
-    while (n <= kTokens && p + n < count && header(planes[p + n]).raw == PlaneHeader::kNo) ++n;
-    // One more than a pass takes, and then no more: two halves, rather than a full pass and a lonely token.
-    if (n > kTokens) n = p + n == count ? (n + 1) / 2 : kTokens;
+    int64_t run = 1;
+    while (p + run < count && header(planes[p + run]).raw == PlaneHeader::kNo) ++run;
+    // As few passes as can be, all of about the same size: none for a lonely token.
+    const int64_t passes = (run + kTokens - 1) / kTokens;
+    const int64_t n = (run + passes - 1) / passes;
     dot_up_to<Kernel, Kernel::kTokens>(n, w, expert, rows, row_count, planes + p, to, out_stride);
     p += n;
   }

@@ -8,6 +8,7 @@ namespace cpu_moe::avx2 {
 struct V {
   static constexpr int kBytes = 32;
   static constexpr int kLanes = 8;
+  static constexpr int kRegisters = 16;
   using Bytes = __m256i;
   using I16 = __m256i;
   using I32 = __m256i;

@@ -8,6 +8,7 @@ namespace cpu_moe::avx512 {
 struct V {
   static constexpr int kBytes = 64;
   static constexpr int kLanes = 16;
+  static constexpr int kRegisters = 32;
   using Bytes = __m512i;
   using I16 = __m512i;
   using I32 = __m512i;

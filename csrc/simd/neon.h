@@ -9,6 +9,7 @@ namespace cpu_moe::neon {
 struct V {
   static constexpr int kBytes = 16;
   static constexpr int kLanes = 4;
+  static constexpr int kRegisters = 32;
   using Bytes = uint8x16_t;
   using I16 = int16x8_t;
   using I32 = int32x4_t;

@@ -8,6 +8,7 @@ namespace cpu_moe::scalar {
 struct V {
   static constexpr int kBytes = 16;  // one "lane" of 16 bytes; wider tiers hold several
   static constexpr int kLanes = 4;
+  static constexpr int kRegisters = 16;
   struct Bytes {
     uint8_t at[16];
   };
