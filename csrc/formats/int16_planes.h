@@ -18,23 +18,40 @@
 
 namespace cpu_moe::CPU_MOE_TIER {
 
-// Room for the end of a row that fills no whole group. Blocks beyond it have codes of zero and the last block's scale,
-// so that they add no scale to the row's range.
+// The end of a row that fills no whole group is read as a whole one where the expert's rows go on for so long: what
+// follows meets activations of zero and a mask over the scales. Only an expert's last rows are copied, as its bytes may
+// be the last of a mapping.
 class TailBytes {
  public:
-  // Whole vectors are read where they lie.
-  const uint8_t* codes(const uint8_t* from, int64_t n) { return n % V::kBytes == 0 ? from : blocks(from, n); }
-  const uint8_t* blocks(const uint8_t* from, int64_t n) { return copy(codes_, sizeof codes_, 0, from, n); }
-  const uint8_t* scales(const uint8_t* from, int64_t n) { return copy(scales_, sizeof scales_, from[n - 1], from, n); }
+  // Where `wanted` bytes can be read of which the first `n` are those at `from`; `after` more bytes follow these.
+  const uint8_t* codes(const uint8_t* from, int64_t n, int64_t wanted, int64_t after) {
+    return n + after >= wanted ? from : copy(codes_, sizeof codes_, from, n);
+  }
+  const uint8_t* scales(const uint8_t* from, int64_t n, int64_t after) {
+    return n + after >= V::kLanes ? from : copy(scales_, sizeof scales_, from, n);
+  }
 
  private:
-  static const uint8_t* copy(uint8_t* to, size_t size, int beyond, const uint8_t* from, int64_t n) {
-    std::memset(to, beyond, size);
+  static const uint8_t* copy(uint8_t* to, size_t size, const uint8_t* from, int64_t n) {
+    std::memset(to, 0, size);
     std::memcpy(to, from, static_cast<size_t>(n));
     return to;
   }
   uint8_t codes_[V::kLanes * 18];
   uint8_t scales_[V::kLanes];
+};
+
+// Masks over a vector of scales: row `n` keeps the first n blocks of a group.
+template <int Block>
+struct KeepBlocks {
+  alignas(64) static constexpr auto kMasks = [] {
+    std::array<std::array<int32_t, V::kLanes>, V::kLanes> masks{};
+    for (int n = 0; n < V::kLanes; ++n) {
+      for (int b = 0; b < n; ++b) masks[n][V::scale_slot(Block, b)] = -1;
+    }
+    return masks;
+  }();
+  static CPU_MOE_INLINE V::I32 first(int n) { return V::load_i32(kMasks[n].data()); }
 };
 
 template <class Format>
@@ -254,12 +271,13 @@ struct Int16Kernel {
     for (int n = 0; n < N; ++n) sum[n] = V::zero();
     for (int64_t g = 0; g < groups; ++g) {
       row.prefetch(g);
-      group<N, Careful>(row, g, tokens, g, kSteps, sum, careful_sum);
+      group<N, Careful>(row, g, row.scales(g), tokens, g, kSteps, sum, careful_sum);
     }
     if (rest != 0) {
       TailBytes bytes;
-      Row tail = row.tail(groups, rest / kBlock, bytes);
-      group<N, Careful>(tail, 0, tokens, groups, (rest + kStep - 1) / kStep, sum, careful_sum);
+      Row tail = row.tail(w, expert, groups, rest / kBlock, bytes);
+      const V::F32 scales = tail.first_scales(KeepBlocks<kBlock>::first(rest / kBlock));
+      group<N, Careful>(tail, 0, scales, tokens, groups, (rest + kStep - 1) / kStep, sum, careful_sum);
       row.absorb(tail);
     }
     const bool nan = row.saw_nan();
@@ -278,11 +296,10 @@ struct Int16Kernel {
     }
   }
 
-  // The first `count` steps of group g of the activations with group `at` of the row.
+  // The first `count` steps of group g of the activations with group `at` of the row and its scales.
   template <int N, bool Careful, class Row>
-  static CPU_MOE_INLINE void group(Row& row, int64_t at, const Tokens<N>& tokens, int64_t g, int count, V::F32* sum,
-                                   double& careful_sum) {
-    const V::F32 weight_scale = row.scales(at);
+  static CPU_MOE_INLINE void group(const Row& row, int64_t at, V::F32 weight_scale, const Tokens<N>& tokens, int64_t g,
+                                   int count, V::F32* sum, double& careful_sum) {
     V::F32 scales[N];
     for (int n = 0; n < N; ++n) {
       const V::F32 activation_scale = V::load(tokens.scale[n] + g * V::kLanes);

@@ -30,19 +30,25 @@ struct Mxfp4 {
       const V::I32 code = V::template load_scale_bytes<kBlock>(scales_ + group * V::kLanes);
       most_ = V::max(most_, code);
       least_ = V::min(least_, code);
-      // The code is float32's exponent field; 0 stands for the subnormal 2^-127.
-      const V::I32 bits = V::template shift_left<23>(code);
-      if constexpr (!Careful) return V::as_f32(bits);
-      return V::as_f32(V::max(bits, V::set_i32(0x00400000)));
+      return values(code);
+    }
+    // Group 0's, of which only the blocks under the mask are this row's.
+    CPU_MOE_INLINE V::F32 first_scales(V::I32 mask) {
+      const V::I32 code = V::bit_and(V::template load_scale_bytes<kBlock>(scales_), mask);
+      const V::I32 none = V::set_i32(255);
+      most_ = V::max(most_, code);
+      least_ = V::min(least_, V::add(code, V::sub(none, V::bit_and(none, mask))));
+      return values(code);
     }
     int least_code() const { return -V::max_of(V::sub(V::zero_i32(), least_)); }
     int most_code() const { return V::max_of(most_); }
     CPU_MOE_INLINE void prefetch(int64_t group) const { prefetch_ahead(codes_ + group * kGroupBytes, kGroupBytes); }
-    // The last `blocks` blocks, which are no whole group, from a padded copy: a bank may end where the mapping ends.
-    Row tail(int64_t groups, int blocks, TailBytes& copy) const {
+    // From group `groups` on, of which `blocks` are this row's.
+    CPU_MOE_INLINE Row tail(const Weight& w, int64_t expert, int64_t groups, int blocks, TailBytes& copy) const {
       Row t(*this);
-      t.codes_ = copy.codes(codes_ + groups * kGroupBytes, blocks * 16);
-      t.scales_ = copy.scales(scales_ + groups * V::kLanes, blocks);
+      t.codes_ =
+          copy.codes(codes_ + groups * kGroupBytes, blocks * 16, kGroupBytes, w.row(0, expert, w.rows - 1) - codes_);
+      t.scales_ = copy.scales(scales_ + groups * V::kLanes, blocks, w.row(1, expert, w.rows - 1) - scales_);
       return t;
     }
     void absorb(const Row& tail) {
@@ -53,6 +59,13 @@ struct Mxfp4 {
     float finish(float sum, double) const { return sum; }
 
    private:
+    // The code is float32's exponent field; 0 stands for the subnormal 2^-127.
+    static CPU_MOE_INLINE V::F32 values(V::I32 code) {
+      const V::I32 bits = V::template shift_left<23>(code);
+      if constexpr (!Careful) return V::as_f32(bits);
+      return V::as_f32(V::max(bits, V::set_i32(0x00400000)));
+    }
+
     const uint8_t* codes_;
     const uint8_t* scales_;
     V::Table table_;

@@ -29,17 +29,18 @@ struct Nvfp4 {
       e2m1_weights(codes_ + step * V::kBytes, table_, out);
     }
     CPU_MOE_INLINE V::F32 scales(int64_t group) {
-      const V::I32 code = V::template load_signed_scale_bytes<kBlock>(scales_ + group * V::kLanes);
-      // Sign and magnitude moved to float32's places; the unit's 2^120 makes up for the exponent bias, exactly.
-      const V::I32 bits = V::bit_and(V::template shift_left<20>(code), V::set_i32(static_cast<int32_t>(0x87F00000)));
-      largest_ = V::max(largest_, V::template shift_left<1>(bits));  // without the sign
-      return V::as_f32(bits);
+      return values(V::template load_signed_scale_bytes<kBlock>(scales_ + group * V::kLanes));
+    }
+    // Group 0's, of which only the blocks under the mask are this row's.
+    CPU_MOE_INLINE V::F32 first_scales(V::I32 mask) {
+      return values(V::bit_and(V::template load_signed_scale_bytes<kBlock>(scales_), mask));
     }
     CPU_MOE_INLINE void prefetch(int64_t group) const { prefetch_ahead(codes_ + group * kGroupBytes, kGroupBytes); }
-    Row tail(int64_t groups, int blocks, TailBytes& copy) const {
+    CPU_MOE_INLINE Row tail(const Weight& w, int64_t expert, int64_t groups, int blocks, TailBytes& copy) const {
       Row t(*this);
-      t.codes_ = copy.codes(codes_ + groups * kGroupBytes, blocks * 8);
-      t.scales_ = copy.scales(scales_ + groups * V::kLanes, blocks);
+      t.codes_ =
+          copy.codes(codes_ + groups * kGroupBytes, blocks * 8, kGroupBytes, w.row(0, expert, w.rows - 1) - codes_);
+      t.scales_ = copy.scales(scales_ + groups * V::kLanes, blocks, w.row(1, expert, w.rows - 1) - scales_);
       return t;
     }
     void absorb(const Row& tail) { largest_ = V::max(largest_, tail.largest_); }
@@ -50,6 +51,13 @@ struct Nvfp4 {
     }
 
    private:
+    CPU_MOE_INLINE V::F32 values(V::I32 code) {
+      // Sign and magnitude moved to float32's places; the unit's 2^120 makes up for the exponent bias, exactly.
+      const V::I32 bits = V::bit_and(V::template shift_left<20>(code), V::set_i32(static_cast<int32_t>(0x87F00000)));
+      largest_ = V::max(largest_, V::template shift_left<1>(bits));  // without the sign
+      return V::as_f32(bits);
+    }
+
     const uint8_t* codes_;
     const uint8_t* scales_;
     float global_;

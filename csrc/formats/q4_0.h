@@ -33,10 +33,13 @@ struct Q4_0 {
     CPU_MOE_INLINE V::F32 scales(int64_t group) const {
       return V::template gather_f16_scales<kBlock>(blocks_ + group * kGroupBytes, kBlockBytes);
     }
+    // Group 0's, of which only the blocks under the mask are this row's.
+    CPU_MOE_INLINE V::F32 first_scales(V::I32 mask) const { return V::as_f32(V::bit_and(V::as_i32(scales(0)), mask)); }
     CPU_MOE_INLINE void prefetch(int64_t group) const { prefetch_ahead(blocks_ + group * kGroupBytes, kGroupBytes); }
-    Row tail(int64_t groups, int blocks, TailBytes& copy) const {
+    CPU_MOE_INLINE Row tail(const Weight& w, int64_t expert, int64_t groups, int blocks, TailBytes& copy) const {
       Row t(*this);
-      t.blocks_ = copy.blocks(blocks_ + groups * kGroupBytes, blocks * kBlockBytes);
+      t.blocks_ = copy.codes(blocks_ + groups * kGroupBytes, blocks * kBlockBytes, kGroupBytes,
+                             w.row(0, expert, w.rows - 1) - blocks_);
       return t;
     }
     void absorb(const Row&) {}
