@@ -41,6 +41,7 @@ struct DenseKernel {
   static constexpr int kStreams = 2;
   static constexpr int kTokens = V::kRegisters == 32 ? 6 : 3;  // times two rows and two sums: 24 of 32, 12 of 16
   static constexpr int kRows = 2;
+  static constexpr int kRowsOfOne = kStreams;
   static constexpr int kStep = Format::kStep;
 
   static int64_t plane_bytes(int64_t cols) { return round_up(kPlaneHeaderBytes + round_up(cols, kStep) * 4, 64); }
@@ -62,6 +63,7 @@ struct DenseKernel {
   template <int N>
   struct Tokens {
     const float* x[N];
+    const bool prefetch = N == 1 && prefetch_dense_rows();
     Tokens(int64_t, const uint8_t* const* planes) {
       for (int n = 0; n < N; ++n) x[n] = reinterpret_cast<const float*>(body(planes[n]));
     }
@@ -71,7 +73,7 @@ struct DenseKernel {
   static CPU_MOE_INLINE void dot(const Weight& w, int64_t expert, const int32_t* rows, const Tokens<N>& tokens,
                                  float* out, int64_t out_stride) {
     constexpr int64_t kStepBytes = kStep * Format::kElementBytes;
-    // No software prefetch: it is slower than the hardware's here. Two sums a row, independent, hide latency.
+    // Two sums a row, independent, hide latency.
     const int64_t whole = w.cols / kStep;
     const int64_t rest = w.cols % kStep;
     const uint8_t* row[R];
@@ -81,7 +83,10 @@ struct DenseKernel {
       for (int n = 0; n < N; ++n) sum[i][n][0] = sum[i][n][1] = V::zero();
     }
     for (int64_t s = 0; s < whole; ++s) {
-      for (int i = 0; i < R; ++i) step<N>(row[i] + s * kStepBytes, tokens.x, s * kStep, sum[i]);
+      for (int i = 0; i < R; ++i) {
+        if (tokens.prefetch) prefetch_ahead(row[i] + s * kStepBytes, kStepBytes);
+        step<N>(row[i] + s * kStepBytes, tokens.x, s * kStep, sum[i]);
+      }
     }
     if (rest != 0) {
       for (int i = 0; i < R; ++i) {

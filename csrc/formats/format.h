@@ -87,6 +87,9 @@ struct FormatKernels {
               int64_t count, float* out, int64_t out_stride);
 };
 
+// Whether the dense formats' rows are prefetched by software as well (simd/tier.cpp). The other formats' always are.
+bool prefetch_dense_rows();
+
 enum class Activation : uint8_t { kSilu, kGelu, kGeluTanh, kRelu2, kSwigluOai, kSwigluClamp };
 
 // Everything that is compiled once per tier.

@@ -59,6 +59,7 @@ struct Int16Kernel {
   static constexpr int kStreams = 1;
   static constexpr int kTokens = 4;
   static constexpr int kRows = 1;
+  static constexpr int kRowsOfOne = 4;
   static constexpr int kBlock = Format::kBlock;
   static constexpr int kStep = 2 * V::kBytes;    // weights per step: kBytes bytes of nibbles
   static constexpr int kSteps = kBlock / 8;      // steps per group
@@ -244,11 +245,28 @@ struct Int16Kernel {
     }
   };
 
+  // Several rows finish together: that sums their lanes, and looks for seldom scales, once for all of them.
   template <int N, int R>
   static CPU_MOE_INLINE void dot(const Weight& w, int64_t expert, const int32_t* rows, const Tokens<N>& tokens,
                                  float* out, int64_t out_stride) {
-    static_assert(R == 1);
-    dot_row<N, false>(w, expert, rows[0], tokens, out, out_stride);
+    if constexpr (R == 1) {
+      dot_row<N, false>(w, expert, rows[0], tokens, out, out_stride);
+    } else {
+      static_assert(R == 4 && N == 1);
+      V::F32 sums[R];
+      double unused = 0;
+      auto all = pass<N, false>(w, expert, rows[0], tokens, sums, unused);
+      for (int i = 1; i < R; ++i) all.absorb(pass<N, false>(w, expert, rows[i], tokens, sums + i, unused));
+      if (!ordinary(all, tokens.header[0])) [[unlikely]] {
+        for (int i = 0; i < R; ++i) dot_row<N, false>(w, expert, rows[i], tokens, out + i, out_stride);
+        return;
+      }
+      float totals[R];
+      V::sum_each(sums, totals);
+      for (int i = 0; i < R; ++i) {
+        out[i] = Format::finish(w, expert, rows[i], totals[i], tokens.header[0]->rescale);
+      }
+    }
   }
 
   // Where products of scales leave float32's range though the result may not. Seldom needed, so out of the way, and for
@@ -262,12 +280,30 @@ struct Int16Kernel {
   template <int N, bool Careful>
   static CPU_MOE_INLINE void dot_row(const Weight& w, int64_t expert, int32_t r, const Tokens<N>& tokens, float* out,
                                      int64_t out_stride) {
+    V::F32 sum[N];
+    double careful_sum = 0;
+    const auto row = pass<N, Careful>(w, expert, r, tokens, sum, careful_sum);
+    const bool nan = row.saw_nan();
+    for (int n = 0; n < N; ++n) {
+      const float total = Careful ? static_cast<float>(careful_sum) : V::sum(sum[n]);
+      const float result = Format::finish(w, expert, r, total, tokens.header[n]->rescale);
+      out[n * out_stride] = nan ? std::numeric_limits<float>::quiet_NaN() : result;
+    }
+    if constexpr (Format::kWideScale && !Careful) {
+      for (int n = 0; n < N; ++n) {
+        if (out_of_range(row, tokens.header[n])) dot_careful(w, expert, r, tokens.header[n], out + n * out_stride);
+      }
+    }
+  }
+
+  // A row's sums, lane by lane and not yet finished; returns the row for what it saw of its scales.
+  template <int N, bool Careful>
+  static CPU_MOE_INLINE auto pass(const Weight& w, int64_t expert, int32_t r, const Tokens<N>& tokens, V::F32* sum,
+                                  double& careful_sum) {
     using Row = typename Format::template Row<Careful>;
     const int64_t groups = w.cols / kGroup;
     const int rest = static_cast<int>(w.cols % kGroup);
     Row row(w, expert, r);
-    V::F32 sum[N];
-    double careful_sum = 0;
     for (int n = 0; n < N; ++n) sum[n] = V::zero();
     for (int64_t g = 0; g < groups; ++g) {
       row.prefetch(g);
@@ -280,20 +316,17 @@ struct Int16Kernel {
       group<N, Careful>(tail, 0, scales, tokens, groups, (rest + kStep - 1) / kStep, sum, careful_sum);
       row.absorb(tail);
     }
-    const bool nan = row.saw_nan();
-    for (int n = 0; n < N; ++n) {
-      const float total = Careful ? static_cast<float>(careful_sum) : V::sum(sum[n]);
-      const float result = row.finish(total, tokens.header[n]->rescale);
-      out[n * out_stride] = nan ? std::numeric_limits<float>::quiet_NaN() : result;
-    }
-    if constexpr (Format::kWideScale && !Careful) {
-      for (int n = 0; n < N; ++n) {
-        const PlaneHeader* plane = tokens.header[n];
-        if (row.least_code() < plane->least_code || row.most_code() > plane->most_code) {
-          dot_careful(w, expert, r, plane, out + n * out_stride);
-        }
-      }
-    }
+    return row;
+  }
+
+  template <class Row>
+  static CPU_MOE_INLINE bool out_of_range(const Row& row, const PlaneHeader* plane) {
+    return row.least_code() < plane->least_code || row.most_code() > plane->most_code;
+  }
+  template <class Row>
+  static CPU_MOE_INLINE bool ordinary(const Row& row, const PlaneHeader* plane) {
+    if constexpr (Format::kWideScale) return !out_of_range(row, plane);
+    return !row.saw_nan();
   }
 
   // The first `count` steps of group g of the activations with group `at` of the row and its scales.

@@ -16,6 +16,8 @@ struct Mxfp4 {
   static constexpr bool kFastIsQ8_0 = false;
   static constexpr int64_t kGroupBytes = V::kLanes * 16;
 
+  static CPU_MOE_INLINE float finish(const Weight&, int64_t, int32_t, float sum, double) { return sum; }
+
   // Careful: scales at the ends of E8M0's range are right too (see int16_planes.h).
   template <bool Careful>
   class Row {
@@ -56,7 +58,6 @@ struct Mxfp4 {
       least_ = V::min(least_, tail.least_);
     }
     bool saw_nan() const { return Careful && most_code() == 255; }
-    float finish(float sum, double) const { return sum; }
 
    private:
     // The code is float32's exponent field; 0 stands for the subnormal 2^-127.

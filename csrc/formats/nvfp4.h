@@ -16,14 +16,17 @@ struct Nvfp4 {
   static constexpr bool kFastIsQ8_0 = false;
   static constexpr int64_t kGroupBytes = V::kLanes * 8;
 
+  // In double: neither factor order overflows before the product itself does.
+  static CPU_MOE_INLINE float finish(const Weight& w, int64_t expert, int32_t r, float sum, double rescale) {
+    const float global = read_unaligned<float>(w.row(2, expert, r));
+    return static_cast<float>(static_cast<double>(sum) * static_cast<double>(global) * rescale);
+  }
+
   template <bool>
   class Row {
    public:
     Row(const Weight& w, int64_t expert, int64_t r)
-        : codes_(w.row(0, expert, r)),
-          scales_(w.row(1, expert, r)),
-          global_(read_unaligned<float>(w.row(2, expert, r))),
-          table_(V::table(kTwiceE2m1)) {}
+        : codes_(w.row(0, expert, r)), scales_(w.row(1, expert, r)), table_(V::table(kTwiceE2m1)) {}
 
     CPU_MOE_INLINE void weights(int64_t step, V::I16* out) const {
       e2m1_weights(codes_ + step * V::kBytes, table_, out);
@@ -45,10 +48,6 @@ struct Nvfp4 {
     }
     void absorb(const Row& tail) { largest_ = V::max(largest_, tail.largest_); }
     bool saw_nan() const { return V::max_of(largest_) == 127 << 21; }
-    // In double: neither factor order overflows before the product itself does.
-    float finish(float sum, double rescale) const {
-      return static_cast<float>(static_cast<double>(sum) * static_cast<double>(global_) * rescale);
-    }
 
    private:
     CPU_MOE_INLINE V::F32 values(V::I32 code) {
@@ -60,7 +59,6 @@ struct Nvfp4 {
 
     const uint8_t* codes_;
     const uint8_t* scales_;
-    float global_;
     V::Table table_;
     V::I32 largest_ = V::zero_i32();
   };

@@ -84,14 +84,14 @@ inline void dot_tokens(const Weight& w, int64_t expert, const int32_t* rows, int
   for (; j < count; ++j) Kernel::template dot<N, 1>(w, expert, rows + j, tokens, out + j, out_stride);
 }
 
-// The same for n tokens, n <= N: one token's rows come from the kernel's streams, several tokens' fill its registers.
+// The same for n tokens, n <= N, with as many rows at a time as suit one token or several.
 template <class Kernel, int N>
 inline void dot_up_to(int64_t n, const Weight& w, int64_t expert, const int32_t* rows, int64_t row_count,
                       const uint8_t* const* planes, float* out, int64_t out_stride) {
   if constexpr (N > 1) {
     if (n < N) return dot_up_to<Kernel, N - 1>(n, w, expert, rows, row_count, planes, out, out_stride);
   }
-  constexpr int kRows = N == 1 ? Kernel::kStreams : Kernel::kRows;
+  constexpr int kRows = N == 1 ? Kernel::kRowsOfOne : Kernel::kRows;
   dot_tokens<Kernel, N, kRows>(w, expert, rows, row_count, planes, out, out_stride);
 }
 

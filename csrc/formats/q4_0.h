@@ -18,6 +18,10 @@ struct Q4_0 {
   static constexpr int64_t kBlockBytes = 18;
   static constexpr int64_t kGroupBytes = V::kLanes * kBlockBytes;
 
+  static CPU_MOE_INLINE float finish(const Weight&, int64_t, int32_t, float sum, double rescale) {
+    return static_cast<float>(static_cast<double>(sum) * rescale);
+  }
+
   template <bool>
   class Row {
    public:
@@ -44,7 +48,6 @@ struct Q4_0 {
     }
     void absorb(const Row&) {}
     bool saw_nan() const { return false; }  // an f16 NaN comes through the arithmetic
-    float finish(float sum, double rescale) const { return static_cast<float>(static_cast<double>(sum) * rescale); }
 
    private:
     const uint8_t* blocks_;

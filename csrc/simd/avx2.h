@@ -132,10 +132,16 @@ struct V {
     return _mm256_cvtph_ps(_mm_setr_epi16(half(0), half(2), half(4), half(6), half(1), half(3), half(5), half(7)));
   }
   static CPU_MOE_INLINE float sum(F32 v) {
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    __m128 s = quarter_sums(v);
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     s = _mm_add_ss(s, _mm_movehdup_ps(s));
     return _mm_cvtss_f32(s);
+  }
+  static CPU_MOE_INLINE void sum_each(const F32* v, float* out) {
+    const __m128 a = quarter_sums(v[0]), b = quarter_sums(v[1]), c = quarter_sums(v[2]), d = quarter_sums(v[3]);
+    const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
+    const __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+    _mm_storeu_ps(out, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
   }
   template <int Block, int K>
   static CPU_MOE_INLINE F32 spread(F32 scales) {
@@ -149,6 +155,9 @@ struct V {
   static CPU_MOE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
  private:
+  static CPU_MOE_INLINE __m128 quarter_sums(F32 v) {
+    return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  }
   // Eight scale bytes in the in-lane order that spread() wants.
   template <int Block>
   static CPU_MOE_INLINE __m128i spread_order(const uint8_t* p) {

@@ -135,11 +135,16 @@ struct V {
                                                    _mm_unpackhi_epi32(steps01, steps23), 1));
   }
   static CPU_MOE_INLINE float sum(F32 v) {
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    __m128 s = quarter_sums(v);
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     s = _mm_add_ss(s, _mm_movehdup_ps(s));
     return _mm_cvtss_f32(s);
+  }
+  static CPU_MOE_INLINE void sum_each(const F32* v, float* out) {
+    const __m128 a = quarter_sums(v[0]), b = quarter_sums(v[1]), c = quarter_sums(v[2]), d = quarter_sums(v[3]);
+    const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
+    const __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+    _mm_storeu_ps(out, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
   }
   template <int Block, int K>
   static CPU_MOE_INLINE F32 spread(F32 scales) {
@@ -152,6 +157,10 @@ struct V {
   static CPU_MOE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
  private:
+  static CPU_MOE_INLINE __m128 quarter_sums(F32 v) {
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  }
   static CPU_MOE_INLINE __m256i load_block_pair(const uint8_t* p, int64_t stride) {
     const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm256_inserti128_si256(_mm256_castsi128_si256(low),

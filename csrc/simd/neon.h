@@ -127,6 +127,9 @@ struct V {
     return load_f16(half);
   }
   static CPU_MOE_INLINE float sum(F32 v) { return vaddv_f32(vadd_f32(vget_low_f32(v), vget_high_f32(v))); }
+  static CPU_MOE_INLINE void sum_each(const F32* v, float* out) {
+    for (int i = 0; i < 4; ++i) out[i] = sum(v[i]);
+  }
   template <int Block, int K>
   static CPU_MOE_INLINE F32 spread(F32 scales) {
     if constexpr (Block == 32) return vdupq_laneq_f32(scales, K);

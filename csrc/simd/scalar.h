@@ -196,6 +196,10 @@ struct V {
   }
   // Sum of the lanes, in a fixed order.
   static CPU_MOE_INLINE float sum(F32 v) { return (v.at[0] + v.at[2]) + (v.at[1] + v.at[3]); }
+  // The sums of four vectors, each with the bits of sum().
+  static CPU_MOE_INLINE void sum_each(const F32* v, float* out) {
+    for (int i = 0; i < 4; ++i) out[i] = sum(v[i]);
+  }
   // The scales of step K's blocks, each repeated over the Block / 8 lanes that hold its partial sums.
   template <int Block, int K>
   static CPU_MOE_INLINE F32 spread(F32 scales) {
