@@ -106,6 +106,36 @@ def test_small_and_large_tokens(fmt: str, exponent: int, tier: str) -> None:
         assert ((got - want).abs() <= step).all(), ((got - want).abs() / size).max()
 
 
+# As above, and ds_fp4 rounds with one scale for 128 values.
+# The 4-bit formats hold a block's activations to 2^-30 of its largest, so only other blocks are their affair.
+@pytest.mark.parametrize(
+    ("fmt", "where"),
+    [(f, "another block") for f in NAMES if f != "ds_fp4"] + [(f, "its block") for f in ("bf16", "f32", "fp8_block")],
+)
+@pytest.mark.parametrize("apart", [80, 110, 118, 130, 150, 155, 170, 200, 240])
+def test_small_activations_where_the_large_ones_meet_weights_of_zero(
+    fmt: str, apart: int, where: str, tier: str
+) -> None:
+    """Nothing else hides them, so they must come through, however far below the largest they are."""
+    columns = 256
+    block = 1 if where == "its block" else 128 if fmt == "fp8_block" else 32
+    parts = [part.clone() for part in make_bank(fmt, 1, 64, columns).down]
+    codes = parts[0].view(torch.uint8)
+    if fmt == "q4_0":
+        codes[..., 2:18] = 0x88
+    else:
+        codes[..., : block * codes.shape[-1] // columns] = 0
+    small = torch.rand(2, columns, generator=torch.Generator().manual_seed(5)) + 1
+    small[:, :block] = 0
+    x = torch.ldexp(small, torch.tensor(100 - apart))
+    x[:, 0] = 2.0**100
+    weight = decode(fmt, parts)[0].double()
+    want, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
+    got = down_only(fmt, parts, x).double()
+    step = 2**-12 * size + columns * 2.0**-149
+    assert ((got - want).abs() <= step).all(), ((got - want).abs() / size).max()
+
+
 @pytest.mark.parametrize("special", ["zero", "tiny", "huge", "outlier", "nan", "infinite"])
 def test_a_token_keeps_its_bits_beside_a_special_one(fmt: str, special: str, tier: str) -> None:
     """In every place beside it, whatever path the special one takes."""

@@ -12,44 +12,50 @@ namespace {
 
 int nibble_at(const uint8_t* packed, int64_t c) { return packed[c / 2] >> (c % 2 * 4) & 15; }
 
-void decode_mxfp4(const Weight& w, int64_t e, int64_t r, float* out) {
+template <class T>
+void decode_mxfp4(const Weight& w, int64_t e, int64_t r, T* out) {
   const uint8_t* codes = w.row(0, e, r);
   const uint8_t* scales = w.row(1, e, r);
-  for (int64_t c = 0; c < w.cols; ++c) out[c] = e2m1_to_f32(nibble_at(codes, c)) * e8m0_to_f32(scales[c / 32]);
+  for (int64_t c = 0; c < w.cols; ++c)
+    out[c] = static_cast<T>(double{e2m1_to_f32(nibble_at(codes, c))} * double{e8m0_to_f32(scales[c / 32])});
 }
 
-void decode_nvfp4(const Weight& w, int64_t e, int64_t r, float* out) {
+template <class T>
+void decode_nvfp4(const Weight& w, int64_t e, int64_t r, T* out) {
   const uint8_t* codes = w.row(0, e, r);
   const uint8_t* scales = w.row(1, e, r);
   const double global = read_unaligned<float>(w.row(2, e, r));
   for (int64_t c = 0; c < w.cols; ++c) {
     const double value = e2m1_to_f32(nibble_at(codes, c)) * e4m3_to_f32(scales[c / 16]);
-    out[c] = static_cast<float>(value * global);
+    out[c] = static_cast<T>(value * global);
   }
 }
 
-void decode_fp8_block(const Weight& w, int64_t e, int64_t r, float* out) {
+template <class T>
+void decode_fp8_block(const Weight& w, int64_t e, int64_t r, T* out) {
   const uint8_t* codes = w.row(0, e, r);
   const uint8_t* scales = w.row(1, e, r / 128);
   for (int64_t c = 0; c < w.cols; ++c) {
     const uint8_t* at = scales + c / 128 * w.col_stride[1];
     const float scale =
         w.dtype[1] == DType::kF32 ? read_unaligned<float>(at) : bf16_to_f32(read_unaligned<uint16_t>(at));
-    out[c] = e4m3_to_f32(codes[c]) * scale;
+    out[c] = static_cast<T>(double{e4m3_to_f32(codes[c])} * double{scale});
   }
 }
 
-void decode_q4_0(const Weight& w, int64_t e, int64_t r, float* out) {
+template <class T>
+void decode_q4_0(const Weight& w, int64_t e, int64_t r, T* out) {
   const uint8_t* blocks = w.row(0, e, r);
   for (int64_t c = 0; c < w.cols; ++c) {
     const uint8_t* block = blocks + c / 32 * 18;
     const int j = static_cast<int>(c % 32);
     const int nibble = block[2 + j % 16] >> (j / 16 * 4) & 15;
-    out[c] = static_cast<float>(nibble - 8) * f16_to_f32(read_unaligned<uint16_t>(block));
+    out[c] = static_cast<T>(nibble - 8) * T{f16_to_f32(read_unaligned<uint16_t>(block))};
   }
 }
 
-void decode_dense(const Weight& w, int64_t e, int64_t r, float* out) {
+template <class T>
+void decode_dense(const Weight& w, int64_t e, int64_t r, T* out) {
   const uint8_t* row = w.row(0, e, r);
   for (int64_t c = 0; c < w.cols; ++c) {
     out[c] = w.dtype[0] == DType::kF32    ? read_unaligned<float>(row + 4 * c)
@@ -182,26 +188,32 @@ void encode_dense(const Weight& w, int64_t e, const float* values) {
 }
 
 // In registry() order.
-using Decode = void (*)(const Weight&, int64_t, int64_t, float*);
+template <class T>
+using Decode = void (*)(const Weight&, int64_t, int64_t, T*);
 using Encode = void (*)(const Weight&, int64_t, const float*);
 constexpr struct {
-  Decode decode;
+  Decode<float> decode;
+  Decode<double> decode_unrounded;
   Encode encode;
 } kCodecs[] = {
-    {decode_dense, encode_dense},
-    {decode_dense, encode_dense},
-    {decode_dense, encode_dense},
-    {decode_mxfp4, [](const Weight& w, int64_t e, const float* x) { encode_mxfp4(w, e, x, false); }},
-    {decode_nvfp4, encode_nvfp4},
-    {decode_mxfp4, [](const Weight& w, int64_t e, const float* x) { encode_mxfp4(w, e, x, true); }},
-    {decode_fp8_block, encode_fp8_block},
-    {decode_q4_0, encode_q4_0},
+    {decode_dense, decode_dense, encode_dense},
+    {decode_dense, decode_dense, encode_dense},
+    {decode_dense, decode_dense, encode_dense},
+    {decode_mxfp4, decode_mxfp4, [](const Weight& w, int64_t e, const float* x) { encode_mxfp4(w, e, x, false); }},
+    {decode_nvfp4, decode_nvfp4, encode_nvfp4},
+    {decode_mxfp4, decode_mxfp4, [](const Weight& w, int64_t e, const float* x) { encode_mxfp4(w, e, x, true); }},
+    {decode_fp8_block, decode_fp8_block, encode_fp8_block},
+    {decode_q4_0, decode_q4_0, encode_q4_0},
 };
 
 }  // namespace
 
 void decode_row(const Weight& w, int64_t expert, int64_t row, float* out) {
   kCodecs[w.format].decode(w, expert, row, out);
+}
+
+void decode_row(const Weight& w, int64_t expert, int64_t row, double* out) {
+  kCodecs[w.format].decode_unrounded(w, expert, row, out);
 }
 
 void encode_expert(const Weight& w, int64_t expert, const float* values) {

@@ -66,8 +66,9 @@ struct PlaneHeader {
   // others, or with the NaN, is computed with care.
   int32_t least_code = 0;
   int32_t most_code = 254;
-  int32_t zero = 0;                                       // 1: all activations are 0 (fp8_block)
-  enum Raw : int32_t { kNo, kInfinite, kNaN } raw = kNo;  // kInfinite: float32 values follow, for IEEE arithmetic
+  int32_t zero = 0;  // 1: all activations are 0 (fp8_block)
+  // kPlain: the float32 values follow as they are, for plain arithmetic in double.
+  enum Raw : int32_t { kNo, kPlain, kNaN } raw = kNo;
 };
 constexpr int64_t kPlaneHeaderBytes = 64;  // a cache line, so that what follows is aligned
 static_assert(sizeof(PlaneHeader) <= kPlaneHeaderBytes);
@@ -110,8 +111,10 @@ constexpr int kStreamReadVariants = 6;
 std::span<const FormatSpec> registry();
 int find_format(std::string_view name);  // -1: none
 
-// Reference decode and encode of whole rows, in plain C++ (codecs.cpp). decode_row writes w.cols values.
+// Reference decode and encode of whole rows, in plain C++ (codecs.cpp). decode_row writes w.cols values, which
+// doubles hold exactly.
 void decode_row(const Weight& w, int64_t expert, int64_t row, float* out);
+void decode_row(const Weight& w, int64_t expert, int64_t row, double* out);
 // Encodes rows of one expert matrix [rows, cols]; w's parts are written (they are contiguous and owned by the caller).
 void encode_expert(const Weight& w, int64_t expert, const float* values);
 

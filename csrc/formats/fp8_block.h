@@ -19,6 +19,9 @@ struct Fp8BlockKernel {
   static constexpr int kStep = V::kBytes;        // weights, a byte each
   static constexpr int kSteps = kBlock / kStep;  // per block
 
+  // Of the exponents within a block: the least weight is 2^-9, so that the least product is 2^-125, a normal number.
+  static constexpr int kMostSpan = 116;
+
   static int64_t blocks(int64_t cols) { return (cols + kBlock - 1) / kBlock; }
   static int64_t scale_offset(int64_t cols) { return blocks(cols) * kBlock * 4; }
   static int64_t plane_bytes(int64_t cols) {
@@ -38,8 +41,12 @@ struct Fp8BlockKernel {
     for (int64_t b = 0; b < blocks(cols); ++b) {
       const int64_t first = b * kBlock;
       const int n = static_cast<int>(std::min<int64_t>(kBlock, cols - first));
-      const int e = std::max(exponent_of(max_magnitude_bits(x + first, n)), -120);  // so that `half` has a power
-      const int half = (120 - e) / 2;  // 2^(120-e) itself may be out of range
+      const uint32_t largest = max_magnitude_bits(x + first, n);
+      if (exponent_of(min_magnitude_bits(x + first, n)) < exponent_of(largest) - kMostSpan) {
+        return write_raw_plane(x, cols, out);
+      }
+      const int e = std::max(exponent_of(largest), -120);  // so that `half` has a power
+      const int half = (120 - e) / 2;                      // 2^(120-e) itself may be out of range
       const float m1 = exp2_float(half), m2 = exp2_float(120 - e - half);
       for (int i = 0; i < kBlock; ++i) {
         values[first + i / kStep * kStep + position(i % kStep)] = i < n ? x[first + i] * m1 * m2 : 0.0f;

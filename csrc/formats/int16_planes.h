@@ -104,6 +104,12 @@ struct Int16Kernel {
     scales[V::scale_slot(kBlock, static_cast<int>(block % V::kLanes))] = scale;
   }
 
+  // For formats with kRescale. Weights are at most 2^20, and a row has 2^27 columns at most: sums stay below 2^127. The
+  // least weight times its unit is 2^-37, so a block 2^kMostSpan below the largest gives 2^-107, normal numbers; a
+  // second plane's are 2^15 less.
+  static constexpr int kHeadroom = 80;
+  static constexpr int kMostSpan = 150;
+
   // The exponents of a plane's activation scales, of blocks that are not zero.
   struct ScaleRange {
     int least = 1000, most = -1000;
@@ -142,8 +148,9 @@ struct Int16Kernel {
     }
     int shift = 0;
     if constexpr (Format::kRescale) {
-      // Another scale multiplies the result: keep the sums near 1, whatever the token's magnitude is.
-      shift = exponent_of(max_magnitude_bits(x, cols));
+      // Another scale multiplies the result: keep the largest block's sums at 2^kHeadroom, whatever the token's
+      // magnitude is, and so those of blocks far below it in float32's range.
+      shift = exponent_of(max_magnitude_bits(x, cols)) - kHeadroom;
       h.rescale = std::ldexp(1.0, shift);
     }
     bool second = false;
@@ -160,6 +167,7 @@ struct Int16Kernel {
       range.add(e - 1);
       second |= hides;
     }
+    if (Format::kRescale && range.most - range.least > kMostSpan) return write_raw_plane(x, cols, out);
     range.write(h);
     std::memcpy(out, &h, sizeof h);
     if (!second) return 1;

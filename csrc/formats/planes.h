@@ -1,4 +1,4 @@
-// Shared by the formats' headers: activation planes, prefetch, and the fallback for activations that are not finite.
+// Shared by the formats' headers: activation planes, prefetch, and the fallback for activations that fit none.
 // Included inside a tier's target region and namespace; V is the tier's vector vocabulary.
 #pragma once
 
@@ -29,33 +29,44 @@ constexpr int exponent_of(uint32_t magnitude) {
 constexpr bool finite(uint32_t magnitude) { return magnitude < 0x7F800000; }
 inline bool all_finite(const float* x, int64_t n) { return finite(max_magnitude_bits(x, n)); }
 
+// The smallest magnitude of n floats that is not 0, as its bits; UINT32_MAX where all are 0.
+inline uint32_t min_magnitude_bits(const float* x, int64_t n) {
+  uint32_t least = UINT32_MAX;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t below = (std::bit_cast<uint32_t>(x[i]) & 0x7FFFFFFF) - 1;  // 0 becomes the largest
+    least = below < least ? below : least;
+  }
+  return least == UINT32_MAX ? least : least + 1;
+}
+
 inline int write_raw_plane(const float* x, int64_t cols, uint8_t* out) {
   PlaneHeader h;
-  h.raw = max_magnitude_bits(x, cols) > 0x7F800000 ? PlaneHeader::kNaN : PlaneHeader::kInfinite;
+  h.raw = max_magnitude_bits(x, cols) > 0x7F800000 ? PlaneHeader::kNaN : PlaneHeader::kPlain;
   std::memcpy(out, &h, sizeof h);
   std::memcpy(body(out), x, static_cast<size_t>(cols) * sizeof(float));
   return 1;
 }
 
-// IEEE semantics for tokens with infinities or NaNs. A NaN times any weight is one, so no weight is read for those
-// (rows of padding may well hold them); infinities are rare, so simple.
+// Plain arithmetic for tokens with infinities or NaNs, or of a range that a format's planes cannot hold. A NaN times
+// any weight is one, so no weight is read for those (rows of padding may well hold them); the others are rare, so
+// simple.
 inline void dot_raw(const Weight& w, int64_t expert, const int32_t* rows, int64_t row_count,
                     const uint8_t* const* planes, int64_t count, float* out, int64_t out_stride) {
-  bool infinite = false;
+  bool any = false;
   for (int64_t p = 0; p < count; ++p) {
-    infinite |= header(planes[p]).raw == PlaneHeader::kInfinite;
+    any |= header(planes[p]).raw == PlaneHeader::kPlain;
     std::fill_n(out + p * out_stride, row_count, std::numeric_limits<float>::quiet_NaN());
   }
-  if (!infinite) return;
-  std::vector<float> decoded(static_cast<size_t>(w.cols));
+  if (!any) return;
+  std::vector<double> decoded(static_cast<size_t>(w.cols));
   for (int64_t j = 0; j < row_count; ++j) {
     decode_row(w, expert, rows[j], decoded.data());
     for (int64_t p = 0; p < count; ++p) {
-      if (header(planes[p]).raw != PlaneHeader::kInfinite) continue;
+      if (header(planes[p]).raw != PlaneHeader::kPlain) continue;
       const float* x = reinterpret_cast<const float*>(body(planes[p]));
       double sum = 0;
       for (int64_t c = 0; c < w.cols; ++c) {
-        sum += static_cast<double>(decoded[static_cast<size_t>(c)]) * static_cast<double>(x[c]);
+        sum += decoded[static_cast<size_t>(c)] * static_cast<double>(x[c]);
       }
       out[p * out_stride + j] = static_cast<float>(sum);
     }
