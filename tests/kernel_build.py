@@ -1,4 +1,4 @@
-"""Builds tests/cpp/kernel_matrix.cpp, the torch-free test of the kernels."""
+"""Builds the kernel matrix (tests/cpp/kernel_*.cpp), the torch-free test of the kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from test_system import ROOT
 from torch_cpu_moe import _build
 
 SOURCES = [
-    ROOT / "tests/cpp/kernel_matrix.cpp",
+    *sorted((ROOT / "tests/cpp").glob("kernel_*.cpp")),
     *sorted((ROOT / "csrc/formats").glob("*.cpp")),
     ROOT / "csrc/simd/tier.cpp",
 ]
