@@ -27,10 +27,11 @@ struct Options {
 
 int usage(const char* program) {
   std::fprintf(stderr,
-               "usage: %s [--quick] [--tier NAME] [--format NAME] [--list]\n"
+               "usage: %s [--quick] [--tier NAME] [--format NAME] [--emulator NAME] [--list]\n"
                "  --quick   fewer shapes and codes: for sanitizers and emulators\n"
                "  --tier    this one (beside scalar, which it is compared with)\n"
                "  --format  this one, and nothing that is element-wise\n"
+               "  --emulator  what runs this program in place of a CPU, for the output to tell\n"
                "  --list    names the tiers that were compiled, best first, and which run here\n",
                program);
   return 2;
@@ -72,8 +73,10 @@ int run(const Options& options) {
   print_tallies();
   const Total all = total();
   const std::chrono::duration<double> seconds = Clock::now() - start;
-  std::printf("kernel matrix%s: %lld checks, %lld failed, %.1f s\n", g_quick ? " (quick)" : "",
-              static_cast<long long>(all.checks), static_cast<long long>(all.failures), seconds.count());
+  const std::string by = emulation(g_tiers.back().name);
+  std::printf("kernel matrix%s%s: %lld checks, %lld failed, %.1f s\n", g_quick ? " (quick)" : "",
+              by.empty() ? "" : (" (" + by + ")").c_str(), static_cast<long long>(all.checks),
+              static_cast<long long>(all.failures), seconds.count());
   return all.failures == 0 ? 0 : 1;
 }
 
@@ -85,11 +88,17 @@ int run(int argc, char** argv) {
       g_quick = true;
     } else if (argument == "--list") {
       for (const cpu_moe::Tier& tier : cpu_moe::compiled_tiers()) {
-        std::printf("%s%s\n", std::string(tier.name).c_str(), tier.supported() ? "" : " (not supported by this CPU)");
+        const std::string by = emulation(tier.name);
+        std::printf("%s%s%s\n", std::string(tier.name).c_str(), by.empty() ? "" : (" (" + by + ")").c_str(),
+                    tier.supported() ? "" : " (not supported by this CPU)");
       }
       return 0;
-    } else if ((argument == "--tier" || argument == "--format") && i + 1 < argc) {
-      (argument == "--tier" ? options.tier : options.format) = argv[++i];
+    } else if (argument == "--tier" && i + 1 < argc) {
+      options.tier = argv[++i];
+    } else if (argument == "--format" && i + 1 < argc) {
+      options.format = argv[++i];
+    } else if (argument == "--emulator" && i + 1 < argc) {
+      g_emulator = argv[++i];
     } else {
       return usage(argv[0]);
     }

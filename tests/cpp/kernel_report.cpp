@@ -10,6 +10,9 @@
 #include <utility>
 
 namespace matrix {
+
+std::string g_emulator;
+
 namespace {
 
 std::map<std::pair<std::string, std::string>, Total> g_tallies;  // of (tier, what)
@@ -67,6 +70,14 @@ void catch_signals() {
   for (const int number : {SIGSEGV, SIGBUS, SIGILL, SIGFPE}) signal(number, on_signal);
 }
 
+std::string emulation([[maybe_unused]] std::string_view tier) {
+  std::string by = g_emulator;
+#if defined(CPU_MOE_EMULATED)
+  if (tier != "scalar" && tier != "neon") by = by.empty() ? "SIMDe" : "SIMDe on " + by;
+#endif
+  return by.empty() ? "" : "emulated by " + by;
+}
+
 Total total() {
   Total all;
   for (const auto& [key, tally] : g_tallies) {
@@ -81,6 +92,8 @@ void print_tallies() {
     std::printf("%s %-12s %-14s %9lld checks", tally.failures != 0 ? "FAIL" : "ok  ", key.first.c_str(),
                 key.second.c_str(), static_cast<long long>(tally.checks));
     if (tally.failures != 0) std::printf(", %lld failed", static_cast<long long>(tally.failures));
+    const std::string by = emulation(key.first);
+    if (!by.empty()) std::printf(", %s", by.c_str());
     std::printf("\n");
   }
 }

@@ -23,6 +23,11 @@ void expect(double got, double want, double bound, const std::string& what);
 // Signals that a wrong kernel may raise are failures, too.
 void catch_signals();
 
+// The program that runs this one on a CPU that is not there, if any; a build with the tiers' instructions emulated
+// knows that by itself. What is printed of a tier says so: it is no native run.
+extern std::string g_emulator;
+std::string emulation(std::string_view tier);
+
 struct Total {
   int64_t checks = 0, failures = 0;
 };
