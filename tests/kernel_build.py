@@ -75,6 +75,12 @@ class Objects:
             )
 
 
+def has_simde(compiler: list[str]) -> bool:
+    include = "#include <simde/x86/avx512.h>\n"
+    probe = subprocess.run([*compiler, "-E", "-x", "c++", "-"], input=include, capture_output=True, text=True)
+    return probe.returncode == 0
+
+
 def run(*arguments: str | Path) -> None:
     command = [*map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
