@@ -24,6 +24,7 @@ TIERS = {
     "avx_vnni": ("avx2", "+avx_vnni"),
     "avx512": ("avx2", "+avx512f+avx512bw+avx512dq+avx512vl"),
     "avx512_vnni": ("avx512", "+avx512_vnni"),
+    "avx512_vbmi": ("avx512_vnni", "+avx512vbmi"),
 }
 
 
