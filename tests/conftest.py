@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import formats
+import kernel_build
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -70,6 +71,12 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = torch.ops.cpu_moe.get_num_threads()
     yield torch.ops.cpu_moe.set_num_threads
     torch.ops.cpu_moe.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def kernel_objects(tmp_path_factory: pytest.TempPathFactory) -> kernel_build.Objects:
+    """Objects of the torch-free kernel tests, shared by all that look at them."""
+    return kernel_build.Objects(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture(params=formats.NAMES)

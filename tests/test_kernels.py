@@ -1,14 +1,13 @@
-"""The kernels of every tier without torch: builds tests/cpp/kernel_matrix.cpp and runs it, natively and emulated."""
+"""The kernels of every tier without torch: the kernel matrix (tests/cpp/kernel_matrix.cpp), natively and emulated."""
 
 from __future__ import annotations
 
 import platform
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
-from kernel_build import build, check
+from kernel_build import TIERS, X86_TIERS, Objects, check, has_simde
 from test_system import compiler
 
 pytestmark = [
@@ -16,17 +15,33 @@ pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="POSIX only"),
 ]
 
+X86 = platform.machine() in ("x86_64", "AMD64")
+ARM = platform.machine() in ("aarch64", "arm64")
 
-def test_kernel_matrix(tmp_path: Path) -> None:
-    check(build(compiler(), tmp_path))
+
+def test_kernel_matrix(kernel_objects: Objects) -> None:
+    """Every tier of this CPU."""
+    check(kernel_objects.program(compiler()), tiers=(*(X86_TIERS if X86 else ("neon",) if ARM else ()), "scalar"))
+
+
+def test_every_tier_is_tested_somewhere() -> None:
+    assert {*X86_TIERS, "neon", "scalar"} == set(TIERS), "a tier for another machine needs a test here"
+
+
+@pytest.mark.skipif(not X86, reason="the x86 tiers are left out of builds for other machines")
+def test_kernel_matrix_without_the_instructions(kernel_objects: Objects) -> None:
+    """All of it on every x86 tier, in portable code: their logic on any CPU, if not their machine code."""
+    if not has_simde(compiler()):
+        pytest.skip("needs SIMDe's headers (libsimde-dev)")
+    check(kernel_objects.program(compiler(), emulated=True), tiers=X86_TIERS, emulator="SIMDe")
 
 
 CROSS, QEMU = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
 
-@pytest.mark.skipif(platform.machine() in ("aarch64", "arm64"), reason="test_kernel_matrix runs it natively here")
+@pytest.mark.skipif(ARM, reason="test_kernel_matrix runs it natively here")
 @pytest.mark.skipif(not (shutil.which(CROSS) and shutil.which(QEMU)), reason=f"needs {CROSS} and {QEMU}")
-def test_kernel_matrix_on_an_emulated_aarch64(tmp_path: Path) -> None:
+def test_kernel_matrix_on_an_emulated_aarch64(kernel_objects: Objects) -> None:
     """The machine code of the NEON tier, run by qemu."""
-    binary = build([CROSS], tmp_path, link=("-static",))
-    check(binary, "--quick", runner=(QEMU,), tiers=("neon", "scalar"))
+    binary = kernel_objects.program([CROSS], link=("-static",))
+    check(binary, "--quick", "--emulator", "qemu", tiers=("neon", "scalar"), emulator="qemu", runner=(QEMU,))

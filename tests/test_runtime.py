@@ -11,9 +11,7 @@ import mmap
 import multiprocessing
 import os
 import platform
-import re
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -478,37 +476,6 @@ def test_bad_isa_variable(value: str, python: Python) -> None:
     code = SETUP + PRINT_VALUE_ERROR
     out = python(code, CPU_MOE_ISA=value)
     assert out.startswith("ValueError:") and "CPU_MOE_ISA" in out and value in out and "scalar" in out, out
-
-
-@x86
-def test_baseline_code_has_no_vector_extensions() -> None:
-    """ISA-01: outside the functions of a tier's own namespace no instruction beyond baseline x86-64.
-
-    An inline function shared between tiers would show here: the linker keeps one copy, perhaps the AVX one.
-    """
-    import torch_cpu_moe
-
-    path = torch_cpu_moe.library_path()
-    if path is None or not shutil.which("objdump"):
-        pytest.skip("needs objdump and the library's file")
-    text = subprocess.run(
-        ["objdump", "-d", "-C", "--no-show-raw-insn", path], capture_output=True, text=True, check=True
-    ).stdout
-    wide = {name.replace("-", "_") for name in torch_cpu_moe.tiers()["compiled"] if name.startswith("avx")}
-    symbol, leaks, seen = "", set(), set()
-    for line in text.splitlines():
-        if line.endswith(">:"):
-            symbol = line.split("<", 1)[1]
-        elif "\t" in line:
-            instruction = line.split("\t")[1].strip()
-            if instruction.startswith("v") or "%ymm" in instruction or "%zmm" in instruction:
-                tier = re.search(r"cpu_moe::(\w+)::", symbol)
-                if tier is None or tier[1] not in wide or ("%zmm" in instruction and "512" not in tier[1]):
-                    leaks.add(symbol)
-                else:
-                    seen.add(tier[1])
-    assert seen == wide, "a tier without vector code: the test looks at the wrong thing"
-    assert not leaks, leaks
 
 
 # -------------------------------------------------------------------------------------------------------- stream_read

@@ -6,7 +6,11 @@
 #pragma once
 
 #define CPU_MOE_PRAGMA(text) _Pragma(#text)
-#if defined(__clang__)
+#if defined(CPU_MOE_EMULATED)
+// A build of the tests in which portable code stands for the tiers' intrinsics (tests/cpp/emulated): baseline only.
+#define CPU_MOE_TARGET_BEGIN(isa)
+#define CPU_MOE_TARGET_END
+#elif defined(__clang__)
 #define CPU_MOE_TARGET_BEGIN(isa) \
   CPU_MOE_PRAGMA(clang attribute push(__attribute__((target(isa))), apply_to = function))
 #define CPU_MOE_TARGET_END CPU_MOE_PRAGMA(clang attribute pop)

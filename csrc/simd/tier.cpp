@@ -63,6 +63,14 @@ bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vn
 bool has_avx512_vbmi() { return has_avx512_vnni() && __builtin_cpu_supports("avx512vbmi"); }
 #endif
 
+// Where the tiers' instructions are emulated (target.h), every CPU has them.
+std::vector<Tier> as_built(std::vector<Tier> tiers) {
+#if defined(CPU_MOE_EMULATED)
+  for (Tier& tier : tiers) tier.supported = always;
+#endif
+  return tiers;
+}
+
 struct Active {
   const Tier* tier;
   TierKernels kernels;
@@ -120,7 +128,7 @@ const Active& active() {
 }  // namespace
 
 const std::vector<Tier>& compiled_tiers() {
-  static const std::vector<Tier> tiers = {
+  static const std::vector<Tier> tiers = as_built({
 #if defined(__x86_64__)
       {"avx512-vbmi", has_avx512_vbmi, avx512_vbmi::kernels},
       {"avx512-vnni", has_avx512_vnni, avx512_vnni::kernels},
@@ -131,7 +139,7 @@ const std::vector<Tier>& compiled_tiers() {
       {"neon", always, neon::kernels},
 #endif
       {"scalar", always, scalar::kernels},
-  };
+  });
   return tiers;
 }
 
