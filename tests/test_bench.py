@@ -119,6 +119,8 @@ def test_verdicts() -> None:
     assert "it takes 4" in short.text
     assert compare.verdict({"a": [math.nan, *clear[1:]], "b": same}).winner is None
     assert "no difference seen; b / a: 1.00x" in compare.verdict({"a": same, "b": same}).text
+    of_three = compare.verdict({"a": same, "b": same, "c": [value / 2 for value in same]})
+    assert of_three.winner is None and of_three.text.startswith("none is ahead of all others; slower: c; ")
 
 
 def test_cycles_alternate_forwards_and_backwards() -> None:

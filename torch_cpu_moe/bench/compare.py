@@ -103,6 +103,7 @@ class Verdict:
     """Who is ahead, as far as the measurements tell."""
 
     winner: str | None
+    slower: tuple[str, ...]  # that another is ahead of
     cycles: int
     ratios: dict[str, tuple[float, float, float]]  # each against the first: median, least and largest of the cycles
 
@@ -111,6 +112,8 @@ class Verdict:
         first, *others = self.ratios
         parts = [f"{n} / {first}: {m:.2f}x ({a:.2f} to {b:.2f})" for n in others for m, a, b in [self.ratios[n]]]
         found = f"{self.winner} is faster" if self.winner else "no difference seen"
+        if not self.winner and self.slower:
+            found = f"none is ahead of all others; slower: {', '.join(self.slower)}"
         if not self.winner and self.cycles < APART:
             found = f"no winner can be named from {self.cycles} cycles, it takes {APART}"
         return f"{found}; {', '.join(parts)}, n={self.cycles}"
@@ -128,12 +131,11 @@ def is_ahead(a: Sequence[float], b: Sequence[float]) -> bool:
 def verdict(samples: Mapping[str, Sequence[float]]) -> Verdict:
     """The winner of two or more, if it is ahead of every other; `samples` are rates, one a cycle, all as many."""
     first = next(iter(samples.values()))
-    winner = None
-    for name, values in samples.items():
-        if all(is_ahead(values, other) for key, other in samples.items() if key != name):
-            winner = name
+    ahead = {(a, b) for a in samples for b in samples if a != b and is_ahead(samples[a], samples[b])}
+    winner = next((a for a in samples if all((a, b) in ahead for b in samples if b != a)), None)
+    slower = tuple(b for b in samples if any((a, b) in ahead for a in samples))
     ratios = {}
     for name, values in samples.items():
         paired = [x / y if y else math.nan for x, y in zip(values, first, strict=True)]
         ratios[name] = (statistics.median(paired), min(paired), max(paired))
-    return Verdict(winner, len(first), ratios)
+    return Verdict(winner, slower, len(first), ratios)
