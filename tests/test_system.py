@@ -47,7 +47,7 @@ def test_system(build: str, tmp_path: Path) -> None:
     if build != "plain" and not supports(command, flags, tmp_path):
         pytest.skip(f"{command[0]} has no working {' '.join(flags)}")
     binary = tmp_path / "system_test"
-    sources = [ROOT / "tests/cpp/system_test.cpp", *sorted((ROOT / "csrc/system").glob("*.cpp"))]
+    sources = [*sorted((ROOT / "tests/cpp").glob("system_*.cpp")), *sorted((ROOT / "csrc/system").glob("*.cpp"))]
     built = subprocess.run(
         [*command, *FLAGS, *flags, *map(str, sources), "-o", str(binary)], capture_output=True, text=True
     )
