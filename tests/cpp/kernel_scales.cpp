@@ -54,11 +54,12 @@ void each_scale(const Format& format) {
 void scale_pairs(const Format& format) {
   if (format.scale_block == 0) return;
   std::vector<uint32_t> list;
-  if (format.scale_dtype == DType::kE4M3) list = {0x01, 0x08, 0x38, 0x7E, 0xFE};
+  if (format.scale_dtype == DType::kE4M3) list = {0x00, 0x01, 0x08, 0x38, 0x7E, 0xFE};
   if (format.scale_dtype == DType::kU8) list = {0, 1, 22, 24, 100, 127, 200, 253, 254};
-  if (format.name == "q4_0") list = {0x0001, 0x03FF, 0x0400, 0x3C00, 0x7BFF, 0xFBFF};
+  if (format.name == "q4_0") list = {0x0000, 0x0001, 0x03FF, 0x0400, 0x3C00, 0x7BFF, 0xFBFF};
   if (format.scale_block == 128) {
-    for (const double scale : {1.0, 0x1p126, 1e30, 0x1p-100, 0x1p-126, 0x1p-149}) list.push_back(banks::bits_of(scale));
+    for (const double scale : {0.0, 1.0, 0x1p126, 1e30, 0x1p-100, 0x1p-126, 0x1p-149})
+      list.push_back(banks::bits_of(scale));
   }
   const auto n = static_cast<int64_t>(list.size());
   const int64_t row_block = format.scale_block == 128 ? 128 : 1;
