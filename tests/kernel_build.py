@@ -11,7 +11,7 @@ from test_system import ROOT
 
 from torch_cpu_moe import _build
 
-PROGRAMS = ("kernel_matrix",)  # each has a main(); the other files of tests/cpp/kernel_*.cpp go into all of them
+PROGRAMS = {"kernel_matrix": sorted((ROOT / "tests/cpp").glob("kernel_*.cpp"))}
 CHOICE = ROOT / "csrc/simd/tier.cpp"
 KERNELS = [*sorted((ROOT / "csrc/formats").glob("*.cpp")), CHOICE]
 # Every tier of the sources, whatever machine it is for.
@@ -48,14 +48,16 @@ class Objects:
         compiler: list[str],
         name: str = "kernel_matrix",
         flags: tuple[str, ...] = (),
+        test_flags: tuple[str, ...] = (),
         link: tuple[str, ...] = (),
         emulated: bool = False,
     ) -> Path:
-        """One of PROGRAMS, built as kernels() says; `link` is for the linker alone."""
-        assert name in PROGRAMS
-        cases = sorted((ROOT / "tests/cpp").glob("kernel_*.cpp"))
-        sources = [path for path in cases if path.stem == name or path.stem not in PROGRAMS]
-        objects = self._compile(compiler, flags, emulated, sources + KERNELS)
+        """One of PROGRAMS with kernels() of these flags; `test_flags` are for the files of the program itself, `link`
+        for the linker alone."""
+        objects = {
+            **self._compile(compiler, test_flags, emulated, PROGRAMS[name]),
+            **self.kernels(compiler, flags, emulated),
+        }
         digest = hashlib.sha256(" ".join(map(str, (*link, *objects.values()))).encode()).hexdigest()[:12]
         binary = self.folder / f"{name}-{digest}"
         if not binary.exists():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import platform
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from kernel_build import TIERS, X86_TIERS, Objects, check, has_simde
-from test_system import compiler
+from test_system import compiler, supports
 
 pytestmark = [
     pytest.mark.slow,
@@ -17,11 +18,12 @@ pytestmark = [
 
 X86 = platform.machine() in ("x86_64", "AMD64")
 ARM = platform.machine() in ("aarch64", "arm64")
+NATIVE = (*(X86_TIERS if X86 else ("neon",) if ARM else ()), "scalar")  # of which a CPU may lack some
 
 
 def test_kernel_matrix(kernel_objects: Objects) -> None:
     """Every tier of this CPU."""
-    check(kernel_objects.program(compiler()), tiers=(*(X86_TIERS if X86 else ("neon",) if ARM else ()), "scalar"))
+    check(kernel_objects.program(compiler()), tiers=NATIVE)
 
 
 def test_every_tier_is_tested_somewhere() -> None:
@@ -34,6 +36,26 @@ def test_kernel_matrix_without_the_instructions(kernel_objects: Objects) -> None
     if not has_simde(compiler()):
         pytest.skip("needs SIMDe's headers (libsimde-dev)")
     check(kernel_objects.program(compiler(), emulated=True), tiers=X86_TIERS, emulator="SIMDe")
+
+
+# With -O1 and more the compilers take minutes for the checks in these unrolled loops. GCC checks the kernels alone, and
+# takes the files of the matrix as test_kernel_matrix has them; clang checks everything.
+CHECKED = "-fno-sanitize-recover=all"
+SANITIZERS = {
+    "g++": {"flags": ("-O0", "-fsanitize=address,undefined", CHECKED), "test_flags": ()},
+    "clang++": {
+        "flags": ("-O0", "-fsanitize=undefined", CHECKED),
+        "test_flags": ("-O1", "-fsanitize=undefined", CHECKED),
+    },
+}
+
+
+@pytest.mark.parametrize("name", SANITIZERS)
+def test_kernel_matrix_under_sanitizers(name: str, kernel_objects: Objects, tmp_path: Path) -> None:
+    options = SANITIZERS[name]
+    if not shutil.which(name) or not supports([name], list(options["flags"]), tmp_path):
+        pytest.skip(f"needs {name} and its sanitizers")
+    check(kernel_objects.program([name], link=options["flags"], **options), "--quick", tiers=NATIVE)
 
 
 CROSS, QEMU = "aarch64-linux-gnu-g++", "qemu-aarch64"

@@ -92,11 +92,14 @@ struct V {
   }
   static CPU_MOE_INLINE I32 load_i32(const int32_t* p) { return read<I32>(p); }
   static CPU_MOE_INLINE void store_i32(int32_t* p, I32 v) { std::memcpy(p, &v, sizeof v); }
+  // Modulo 2^32, as vector instructions are: checksums of anything wrap.
   static CPU_MOE_INLINE I32 add(I32 a, I32 b) {
-    return each<I32>([&](int i) { return a.at[i] + b.at[i]; });
+    return each<I32>(
+        [&](int i) { return static_cast<int32_t>(static_cast<uint32_t>(a.at[i]) + static_cast<uint32_t>(b.at[i])); });
   }
   static CPU_MOE_INLINE I32 sub(I32 a, I32 b) {
-    return each<I32>([&](int i) { return a.at[i] - b.at[i]; });
+    return each<I32>(
+        [&](int i) { return static_cast<int32_t>(static_cast<uint32_t>(a.at[i]) - static_cast<uint32_t>(b.at[i])); });
   }
   static CPU_MOE_INLINE I32 max(I32 a, I32 b) {
     return each<I32>([&](int i) { return a.at[i] > b.at[i] ? a.at[i] : b.at[i]; });

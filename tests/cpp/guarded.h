@@ -24,7 +24,7 @@ class Arena {
   // `bytes` bytes, all of them `fill`, that begin `shift` bytes behind the first forbidden page, or end `shift` bytes
   // before the second.
   uint8_t* take(size_t bytes, Side side = Side::kEnd, size_t shift = 0, int fill = 0xFF) {
-    if (bytes + shift > size_) allocate(bytes + shift);
+    if (first_ == nullptr || bytes + shift > size_) allocate(bytes + shift + 1);  // no bytes have a place, too
     uint8_t* at = side == Side::kStart ? first_ + shift : first_ + size_ - shift - bytes;
     std::memset(at, fill, bytes);
     return at;
