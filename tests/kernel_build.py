@@ -11,7 +11,11 @@ from test_system import ROOT
 
 from torch_cpu_moe import _build
 
-PROGRAMS = {"kernel_matrix": sorted((ROOT / "tests/cpp").glob("kernel_*.cpp"))}
+FUZZER = [ROOT / f"tests/cpp/kernel_{part}.cpp" for part in ("fuzz", "dot", "report")]
+PROGRAMS = {
+    "kernel_matrix": sorted({*(ROOT / "tests/cpp").glob("kernel_*.cpp")} - {FUZZER[0]}),
+    "kernel_fuzz": FUZZER,
+}
 CHOICE = ROOT / "csrc/simd/tier.cpp"
 KERNELS = [*sorted((ROOT / "csrc/formats").glob("*.cpp")), CHOICE]
 # Every tier of the sources, whatever machine it is for.

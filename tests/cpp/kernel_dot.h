@@ -40,6 +40,12 @@ struct Problem {
   // Calls again with each token and each row by itself: what shares a call must not change a bit.
   bool alone = false;
   int64_t expert = 1;  // the last: behind its last row lies the forbidden page
+  // Few weights may decide: the rounding of activations is then judged by the most that it can be, not by what it comes
+  // to over many of them.
+  bool worst_rounding = false;
+  // A known limit: where a result leaves float32's range, a token of two planes may have infinities of both signs, and
+  // their sum.
+  bool allow_lost_infinities = false;
 
   int64_t tokens() const { return static_cast<int64_t>(x.size()) / bank.cols; }
   int64_t row_count() const { return static_cast<int64_t>(rows.size()); }

@@ -17,7 +17,10 @@ constexpr double kHalfUlp = 0x1p-24;  // of float32, relative
 // so this holds where many weights decide; cases of few columns use activations that are held exactly (no step at all).
 constexpr double kInt16Step = 1.01 / 65534;
 constexpr double kTwoPlanesStep = 1.01 * 0x1p-30;  // with the second plane (int16_planes.h)
-constexpr double kInt8Step = 1.0 / 254;            // what `fast` may do
+// The most that they can be, where few weights may decide. (The second plane's integers are cut off, not rounded.)
+constexpr double kInt16WorstStep = 1.01 / 32768;
+constexpr double kTwoPlanesWorstStep = 1.01 * 0x1p-29;
+constexpr double kInt8Step = 1.0 / 254;  // what `fast` may do
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
@@ -109,6 +112,7 @@ struct Activations {
   enum Rule { kNone, kDsFp4, kQ8_0 } rule = kNone;
   int block = 0;    // of int16 or int8 integers; 0: float32
   double step = 0;  // error of an integer, in units of its block's largest magnitude
+  double fine_step = kTwoPlanesStep;
 };
 
 // A token as it enters the products.
@@ -152,7 +156,7 @@ struct Token {
       }
       const bool exact = inexact == 0 && how.step < kInt8Step;
       step.push_back(exact ? 0 : how.step * amax);
-      fine_step.push_back(exact ? 0 : kTwoPlanesStep * amax);
+      fine_step.push_back(exact ? 0 : how.fine_step * amax);
       needs_two |= how.step < kInt8Step && hidden > 0 && hidden * 4 >= used;
     }
   }
@@ -201,8 +205,7 @@ inline Expected dot(const Row& row, const Token& token, bool strict) {
   if (token.infinite || row.infinite) {
     double sum = 0, finite = 0;
     for (int64_t c = 0; c < n; ++c) {
-      const double product = static_cast<double>(static_cast<float>(row.w[static_cast<size_t>(c)])) *
-                             static_cast<double>(token.raw[static_cast<size_t>(c)]);
+      const double product = row.w[static_cast<size_t>(c)] * static_cast<double>(token.raw[static_cast<size_t>(c)]);
       sum += product;
       if (std::isfinite(product)) finite += std::fabs(product);
     }
