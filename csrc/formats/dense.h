@@ -39,9 +39,13 @@ struct F32 {
 template <class Format>
 struct DenseKernel {
   static constexpr int kStreams = 2;
-  static constexpr int kTokens = V::kRegisters == 32 ? 6 : 3;  // times two rows and two sums: 24 of 32, 12 of 16
-  static constexpr int kRows = 2;
-  static constexpr int kRowsOfOne = kStreams;
+  static constexpr int kTokens = V::kRegisters == 32 ? 4 : 3;
+  // Tokens times rows times two sums: 24 of 32 registers, 12 of 16. Rows rather than tokens: their activations are read
+  // from L1 or L2 for every pass over them.
+  static constexpr int rows_at_once(int tokens) {
+    if (tokens == 1) return kStreams;
+    return V::kRegisters == 32 ? (tokens < 4 ? 4 : 3) : 2;
+  }
   static constexpr int kStep = Format::kStep;
 
   static int64_t plane_bytes(int64_t cols) { return round_up(kPlaneHeaderBytes + round_up(cols, kStep) * 4, 64); }

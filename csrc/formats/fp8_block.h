@@ -13,8 +13,7 @@ namespace cpu_moe::CPU_MOE_TIER {
 struct Fp8BlockKernel {
   static constexpr int kStreams = 1;
   static constexpr int kTokens = 4;
-  static constexpr int kRows = 1;
-  static constexpr int kRowsOfOne = 1;
+  static constexpr int rows_at_once(int) { return 1; }
   static constexpr int kBlock = 128;
   static constexpr int kStep = V::kBytes;        // weights, a byte each
   static constexpr int kSteps = kBlock / kStep;  // per block

@@ -58,8 +58,7 @@ template <class Format>
 struct Int16Kernel {
   static constexpr int kStreams = 1;
   static constexpr int kTokens = 4;
-  static constexpr int kRows = 1;
-  static constexpr int kRowsOfOne = 4;
+  static constexpr int rows_at_once(int tokens) { return tokens == 1 ? 4 : 1; }
   static constexpr int kBlock = Format::kBlock;
   static constexpr int kStep = 2 * V::kBytes;    // weights per step: kBytes bytes of nibbles
   static constexpr int kSteps = kBlock / 8;      // steps per group

@@ -102,8 +102,7 @@ inline void dot_up_to(int64_t n, const Weight& w, int64_t expert, const int32_t*
   if constexpr (N > 1) {
     if (n < N) return dot_up_to<Kernel, N - 1>(n, w, expert, rows, row_count, planes, out, out_stride);
   }
-  constexpr int kRows = N == 1 ? Kernel::kRowsOfOne : Kernel::kRows;
-  dot_tokens<Kernel, N, kRows>(w, expert, rows, row_count, planes, out, out_stride);
+  dot_tokens<Kernel, N, Kernel::rows_at_once(N)>(w, expert, rows, row_count, planes, out, out_stride);
 }
 
 // All planes, up to kTokens at a time so that a decoded weight serves them from registers, and all rows. The
