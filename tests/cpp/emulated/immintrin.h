@@ -28,6 +28,32 @@ inline __m256i _mm256_dpwssd_avx_epi32(__m256i sum, __m256i a, __m256i b) {
 }
 #endif
 
+// Vectors of 512 bits by their parts: f(i) for each of the 16 lanes or four quarters.
+template <class F>
+inline __m512i i32_lanes(F f) {
+  simde__m512i_private out;
+  for (size_t i = 0; i < 16; ++i) out.i32[i] = f(i);
+  return simde__m512i_from_private(out);
+}
+template <class F>
+inline __m512i i32_quarters(F f) {
+  simde__m512i_private out;
+  for (size_t i = 0; i < 4; ++i) out.m128i[i] = f(i);
+  return simde__m512i_from_private(out);
+}
+template <class F>
+inline __m512 f32_lanes(F f) {
+  simde__m512_private out;
+  for (size_t i = 0; i < 16; ++i) out.f32[i] = f(i);
+  return simde__m512_from_private(out);
+}
+template <class F>
+inline __m512 f32_quarters(F f) {
+  simde__m512_private out;
+  for (size_t i = 0; i < 4; ++i) out.m128[i] = f(i);
+  return simde__m512_from_private(out);
+}
+
 #if !defined(_mm512_cvtph_ps)
 inline __m512 _mm512_cvtph_ps(__m256i a) {
   const simde__m256i_private in = simde__m256i_to_private(a);
@@ -48,55 +74,39 @@ inline __m256i _mm512_cvtps_ph(__m512 a, int rounding) {
 
 #if !defined(_mm512_cvtps_epi32)
 inline __m512i _mm512_cvtps_epi32(__m512 a) {
-  const simde__m512_private in = simde__m512_to_private(a);
-  simde__m512i_private out;
-  for (size_t i = 0; i < 4; ++i) out.m128i[i] = simde_mm_cvtps_epi32(in.m128[i]);
-  return simde__m512i_from_private(out);
+  return i32_quarters([in = simde__m512_to_private(a)](size_t i) { return simde_mm_cvtps_epi32(in.m128[i]); });
 }
 #endif
 
 #if !defined(_mm512_cvtepi32_ps)
 inline __m512 _mm512_cvtepi32_ps(__m512i a) {
-  const simde__m512i_private in = simde__m512i_to_private(a);
-  simde__m512_private out;
-  for (size_t i = 0; i < 4; ++i) out.m128[i] = simde_mm_cvtepi32_ps(in.m128i[i]);
-  return simde__m512_from_private(out);
+  return f32_quarters([in = simde__m512i_to_private(a)](size_t i) { return simde_mm_cvtepi32_ps(in.m128i[i]); });
 }
 #endif
 
 #if !defined(_mm512_cvtepi8_epi32)
 inline __m512i _mm512_cvtepi8_epi32(__m128i a) {
-  const simde__m128i_private in = simde__m128i_to_private(a);
-  simde__m512i_private out;
-  for (size_t i = 0; i < 16; ++i) out.i32[i] = in.i8[i];
-  return simde__m512i_from_private(out);
+  return i32_lanes([in = simde__m128i_to_private(a)](size_t i) { return in.i8[i]; });
 }
 #endif
 
 #if !defined(_mm512_cvtepu8_epi32)
 inline __m512i _mm512_cvtepu8_epi32(__m128i a) {
-  const simde__m128i_private in = simde__m128i_to_private(a);
-  simde__m512i_private out;
-  for (size_t i = 0; i < 16; ++i) out.i32[i] = in.u8[i];
-  return simde__m512i_from_private(out);
+  return i32_lanes([in = simde__m128i_to_private(a)](size_t i) { return in.u8[i]; });
 }
 #endif
 
 #if !defined(_mm512_srai_epi32)
 inline __m512i _mm512_srai_epi32(__m512i a, unsigned count) {
-  const simde__m512i_private in = simde__m512i_to_private(a);
-  simde__m512i_private out;
-  for (size_t i = 0; i < 16; ++i) out.i32[i] = in.i32[i] >> (count < 31 ? count : 31);
-  return simde__m512i_from_private(out);
+  return i32_lanes([in = simde__m512i_to_private(a), n = count < 31 ? count : 31](size_t i) { return in.i32[i] >> n; });
 }
 #endif
 
 #if !defined(_mm512_permute_ps)
 inline __m512 _mm512_permute_ps(__m512 a, int select) {
-  const simde__m512_private in = simde__m512_to_private(a);
-  simde__m512_private out;
-  for (size_t i = 0; i < 16; ++i) out.f32[i] = in.f32[i / 4 * 4 + (static_cast<size_t>(select) >> i % 4 * 2 & 3)];
-  return simde__m512_from_private(out);
+  return f32_lanes([in = simde__m512_to_private(a), s = static_cast<size_t>(select)](size_t i) {
+    return in.f32[i / 4 * 4 + (s >> i % 4 * 2 & 3)];
+  });
 }
 #endif
 
